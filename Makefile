@@ -1,0 +1,37 @@
+# Everything a fresh machine needs: `make train`, `make test`. Only Python 3.11, make and a C compiler are assumed.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.complete
+
+.PHONY: env train train-vllm test lint bench clean
+
+env: $(STAMP)
+
+# The stamp is written last, so an interrupted installation is repeated and never taken for a finished one.
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or run 'make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)'"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+train: env
+	$(BIN)/python -m recipes.grpo_reasoning_gym.main $(ARGS)
+
+test: env lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: env
+	$(BIN)/treecp-rl bench step $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
