@@ -1,1 +1,1 @@
-
+"""Lengths -> plan. Stdlib and numpy only: importing it loads neither torch, ray nor verl."""
