@@ -1,0 +1,9 @@
+"""The CPU rollout `treecp_cpu`."""
+
+
+class CPUReplica:
+    pass
+
+
+class CPURollout:
+    pass
