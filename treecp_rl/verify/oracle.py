@@ -33,6 +33,7 @@ __all__ = [
     "keep_float64",
     "max_relative_gradient_error",
     "relative_gradient_errors",
+    "relative_l2_error",
 ]
 
 
@@ -130,6 +131,17 @@ def max_relative_gradient_error(ours: Mapping[str, Tensor], reference: Mapping[s
     # A nan must win: max() would drop it or keep it depending on its place.
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     return GradientError(errors[worst], worst)
+
+
+def relative_l2_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """|a-b| / |b| over all parameters as one vector: the measure for dtypes whose maxima are rounding
+    luck.
+    """
+    difference = sum(
+        (ours[name].double() - reference[name].double()).square().sum().item() for name in reference
+    )
+    scale = sum(reference[name].double().square().sum().item() for name in reference)
+    return float((difference / scale) ** 0.5 if scale > 0 else difference**0.5)
 
 
 def _score_row(model: nn.Module, row: Row, math_attention: bool) -> tuple[Tensor, Tensor, Tensor]:
