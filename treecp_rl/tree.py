@@ -8,7 +8,7 @@ Shapes: T packed tokens, S scored positions, N scored pairs, P / R tokens of one
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ class PackedTrees:
     scored_positions: torch.Tensor
     """[S] int64, ascending packed positions whose hidden state reaches the LM head."""
     position_temperature: torch.Tensor
-    """[S] float32."""
+    """[S] float64."""
     pair_position: torch.Tensor
     """[N] int64 ascending indices into ``scored_positions``."""
     pair_label: torch.Tensor
@@ -108,17 +108,19 @@ class PackedTrees:
 
     def unfold(self, pair_values: torch.Tensor) -> list[torch.Tensor]:
         """[N] values of pairs -> one [R] tensor a row, in the order of ``row_indices``; differentiable."""
-        return list(pair_values[self.row_pairs].split(self.row_lengths))
+        return list(torch.split(pair_values[self.row_pairs], list(self.row_lengths)))
 
     def to(self, device: torch.device | str) -> "PackedTrees":
         """The same pass with its tensors on ``device``."""
-        tensors = {
+        tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **tensors)
 
 
-def fold(rows: Sequence[Row], share: Share = "prompt", members: Iterable[int] | None = None) -> tuple[ReplayTree, ...]:
+def fold(
+    rows: Sequence[Row], share: Share = "prompt", members: Iterable[int] | None = None
+) -> tuple[ReplayTree, ...]:
     """Group rows by (uid, prompt tokens, temperature) and build each group's prefix tree.
 
     Args:
@@ -141,12 +143,19 @@ def fold(rows: Sequence[Row], share: Share = "prompt", members: Iterable[int] | 
                 f"row {index} (uid {row.uid}) has an empty prompt: nothing predicts its first response token; "
                 "give it at least one prompt token (a BOS token will do)"
             )
-        key = (row.uid, _array(row.prompt).tobytes(), float(row.temperature), index if share == "none" else None)
+        key = (
+            row.uid,
+            _array(row.prompt).tobytes(),
+            float(row.temperature),
+            index if share == "none" else None,
+        )
         groups.setdefault(key, []).append(index)
     return tuple(_grow_tree(rows, members, share) for members in groups.values())
 
 
-def split_tree(tree: ReplayTree, rows: Sequence[Row], share: Share, tokens_per_pass: int) -> tuple[ReplayTree, ...]:
+def split_tree(
+    tree: ReplayTree, rows: Sequence[Row], share: Share, tokens_per_pass: int
+) -> tuple[ReplayTree, ...]:
     """Cut a tree that exceeds a token budget into trees over fewer of its rows; each repeats the prompt.
 
     Rows are taken in depth-first order, so that rows which share a prefix stay together.
@@ -157,7 +166,8 @@ def split_tree(tree: ReplayTree, rows: Sequence[Row], share: Share, tokens_per_p
     if tree.num_tokens <= tokens_per_pass:
         return (tree,)
     runs: list[list[int]] = []
-    tokens, previous = 0, ()
+    tokens = 0
+    previous: tuple[int, ...] = ()
     for path in sorted(tree.rows, key=lambda path: path.nodes):
         own = sum(len(tree.nodes[node].tokens) for node in path.nodes)
         if own > tokens_per_pass:
@@ -183,7 +193,9 @@ def pack(trees: Sequence[ReplayTree]) -> PackedTrees:
     nodes = _place_nodes(trees)
     flat_nodes = [node for tree in trees for node in tree.nodes]
     input_ids = np.concatenate([node.tokens for node in flat_nodes])
-    position_ids = np.concatenate([np.arange(node.depth, node.depth + len(node.tokens)) for node in flat_nodes])
+    position_ids = np.concatenate(
+        [np.arange(node.depth, node.depth + len(node.tokens)) for node in flat_nodes]
+    )
 
     # Every token below a prompt is one label; its predictor is the token before it, or its parent's last.
     predictor = np.arange(-1, len(input_ids) - 1)
@@ -202,7 +214,7 @@ def pack(trees: Sequence[ReplayTree]) -> PackedTrees:
     row_tokens = _row_tokens(trees, nodes)
     row_indices = sorted(row_tokens)
     temperature = np.repeat(
-        np.array([tree.temperature for tree in trees], dtype=np.float32), [tree.num_tokens for tree in trees]
+        np.array([tree.temperature for tree in trees]), [tree.num_tokens for tree in trees]
     )
     return PackedTrees(
         input_ids=torch.from_numpy(input_ids),
@@ -236,14 +248,16 @@ def _grow_tree(rows: Sequence[Row], members: Sequence[int], share: Share) -> Rep
     prompt = _array(rows[members[0]].prompt)
     responses = {index: _array(rows[index].response) for index in members}
     nodes = [TreeNode(parent=-1, depth=0, tokens=prompt)]
-    paths = {index: (0,) for index in members if len(responses[index]) == 0}
+    paths: dict[int, tuple[int, ...]] = {i: (0,) for i in members if len(responses[i]) == 0}
 
     def branches(below: Sequence[int], path: tuple[int, ...], start: int) -> list[_Branch]:
         """The children of a node, the first to grow last."""
         longer = [index for index in below if len(responses[index]) > start]
         by_token: dict[int, list[int]] = {}
         for index in longer:
-            by_token.setdefault(int(responses[index][start]) if share == "prefix" else index, []).append(index)
+            by_token.setdefault(int(responses[index][start]) if share == "prefix" else index, []).append(
+                index
+            )
         return [_Branch(path, child, start) for child in reversed(by_token.values())]
 
     stack = branches(members, (0,), 0)

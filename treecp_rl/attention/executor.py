@@ -64,7 +64,9 @@ def _mark_first(tiles: Sequence[Tile], num_tokens: int) -> list[TileSpan]:
         spans.append(TileSpan(queries, slice(tile.key_start, tile.key_stop), tile.causal, not covered.any()))
         seen[queries] = True
     if not seen.all():
-        raise PlanError(f"packed token {int((~seen).nonzero()[0])} of {num_tokens} attends to nothing, not even itself")
+        raise PlanError(
+            f"packed token {int((~seen).nonzero()[0])} of {num_tokens} attends to nothing, not even itself"
+        )
     return spans
 
 
@@ -111,7 +113,12 @@ class _TileAttention(torch.autograd.Function):
 
 
 def _forward_tiles(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program, kernel: Kernel, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    program: Program,
+    kernel: Kernel,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merged out [1,H,T,D] and lse [1,H,T], both accumulated in fp32 or wider."""
     wide = torch.promote_types(query.dtype, torch.float32)

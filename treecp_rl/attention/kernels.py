@@ -58,7 +58,9 @@ class MathKernel:
     def backward(self, grad_out, q, k, v, out, lse, causal, scale):  # type: ignore[no-untyped-def]
         num_groups = q.shape[1] // k.shape[1]
         grad, q_grouped = _to_groups(grad_out, k), _to_groups(q, k)
-        delta = (_to_groups(grad_out, k).to(lse.dtype) * _to_groups(out, k).to(lse.dtype)).sum(-1, keepdim=True)
+        delta = (_to_groups(grad_out, k).to(lse.dtype) * _to_groups(out, k).to(lse.dtype)).sum(
+            -1, keepdim=True
+        )
         scores = _scores(q, k, causal, scale)
         weights = torch.exp(scores - lse.unflatten(1, (-1, num_groups)).unsqueeze(-1))
         grad_v = (weights.to(grad.dtype).transpose(-1, -2) @ grad).sum(2)
@@ -142,7 +144,9 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, name: str = "auto") 
     """
     if name != "auto":
         if name not in _KERNELS:
-            raise ConfigError(f"attention kernel {name!r} does not exist; choose one of auto, {', '.join(_KERNELS)}")
+            raise ConfigError(
+                f"attention kernel {name!r} does not exist; choose one of auto, {', '.join(_KERNELS)}"
+            )
         return _KERNELS[name]
     if device.type == "cpu":
         return _KERNELS["cpu_flash"]

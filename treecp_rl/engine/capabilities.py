@@ -37,7 +37,14 @@ _ADVICE = "train this model with trainer.backend=fsdp2"
 # Frequencies that depend on the longest sequence of the call: rows of a tree would change each other's.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout")
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "residual_dropout",
+)
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
@@ -49,7 +56,9 @@ def require_supported(config: Any) -> None:
     """
     reasons = list(_reasons(config))
     if reasons:
-        raise UnsupportedModel(f"model_type {config.model_type!r} cannot run with treecp: " + "; ".join(reasons))
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} cannot run with treecp: " + "; ".join(reasons)
+        )
 
 
 def prepare_model(model: torch.nn.Module) -> None:

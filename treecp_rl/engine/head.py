@@ -39,7 +39,7 @@ def scoring_head(head: torch.nn.Module, packed: PackedTrees, options: HeadOption
     logits_of = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return score_pairs(logits_of, hidden.squeeze(0), packed, options).unsqueeze(0)
+        return score_pairs(logits_of, hidden.squeeze(0), packed, options)
 
     head.forward = forward  # type: ignore[method-assign]
     try:
@@ -57,7 +57,7 @@ def score_pairs(logits_of, hidden: torch.Tensor, packed: PackedTrees, options: H
         packed: the pass; its pairs ascend by position, so that a chunk's pairs are one span.
 
     Returns:
-        [Q,N] in fp32 or wider.
+        [1,Q,N] in fp32 or wider; never a view, because FSDP2 hangs its backward hook on a model's output.
     """
     borders = torch.arange(0, len(hidden) + options.chunk_tokens, options.chunk_tokens)
     pair_borders = torch.searchsorted(packed.pair_position, borders.to(packed.pair_position.device)).tolist()
@@ -79,9 +79,10 @@ def score_pairs(logits_of, hidden: torch.Tensor, packed: PackedTrees, options: H
             )
         )
     if not scores:
-        # Attached, so that a rank whose rows are all empty still runs the same backward as its peers.
-        return hidden.sum() * hidden.new_zeros(len(options.quantities), 0)
-    return torch.cat(scores, dim=1)
+        # Attached to every parameter, the head's too: a sharded model's backward needs a gradient for each,
+        # on a rank whose rows are all empty as on its peers.
+        return logits_of(hidden).sum() * hidden.new_zeros(1, len(options.quantities), 0)
+    return torch.cat(scores, dim=2)
 
 
 def _score_chunk(  # type: ignore[no-untyped-def]
@@ -92,9 +93,10 @@ def _score_chunk(  # type: ignore[no-untyped-def]
     pair_label: torch.Tensor,
     quantities: tuple[str, ...],
 ) -> torch.Tensor:
-    """[Q,n] scores of one chunk's n pairs."""
+    """[1,Q,n] scores of one chunk's n pairs."""
     logits = logits_of(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature.unsqueeze(1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperature.unsqueeze(1).to(logits.dtype)
     log_z = torch.logsumexp(logits, dim=-1)
     values = [logits[pair_position, pair_label] - log_z[pair_position]]
     if len(quantities) > 1:
@@ -103,4 +105,4 @@ def _score_chunk(  # type: ignore[no-untyped-def]
             values.append((log_z - (pi * logits).sum(-1))[pair_position])
         if "sum_pi_squared" in quantities:
             values.append((pi * pi).sum(-1)[pair_position])
-    return torch.stack(values)
+    return torch.stack(values).unsqueeze(0)

@@ -137,7 +137,11 @@ def run_passes(
             with forward_context():
                 pair_scores = forward_pass(model, packed, options)
                 if loss_fn is not None:
-                    loss = pair_scores.sum() * 0.0 if is_dummy else loss_fn(unfold_scores(packed, pair_scores, options))
+                    loss = (
+                        pair_scores.sum() * 0.0
+                        if is_dummy
+                        else loss_fn(unfold_scores(packed, pair_scores, options))
+                    )
             if loss_fn is not None:
                 backward(loss)
             elif not is_dummy:
@@ -163,8 +167,7 @@ def forward_pass(model: torch.nn.Module, packed: PackedTrees, options: PassOptio
 def unfold_scores(packed: PackedTrees, pair_scores: torch.Tensor, options: PassOptions) -> RowScores:
     """[Q,N] pair scores -> per-row tensors in the caller's row order."""
     per_row = {
-        name: packed.unfold(values)
-        for name, values in zip(options.head.quantities, pair_scores, strict=True)
+        name: packed.unfold(values) for name, values in zip(options.head.quantities, pair_scores, strict=True)
     }
     return RowScores(row_indices=packed.row_indices, **per_row)
 
