@@ -1,7 +1,8 @@
 """``import verl`` -> entry point ``verl.plugins`` -> this module -> names that verl can look up.
 
 Registered at once:  platform ``cpu`` (used only where VERL_PLATFORM=cpu).
-Registered later:    rollout ``treecp_cpu``, when verl's own rollout registries have been imported.
+Registered later:    rollout ``treecp_cpu``, engine ``treecp`` and trainer ``treecp_sync``, each once verl's own
+                     registry has been imported.
 
 verl loads the entry point in the middle of its own import, in every process, and does not call what it
 loads, so importing this module registers, and this module imports nothing heavy. It may be loaded twice
@@ -9,6 +10,7 @@ loads, so importing this module registers, and this module imports nothing heavy
 reports a plugin that fails to load at DEBUG level only: ``is_registered`` is what a start-up check asks.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -28,6 +30,8 @@ def register() -> None:
         PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
     after_import("verl.workers.rollout.base", _register_rollout_adapter)
     after_import("verl.workers.rollout.replica", _register_rollout_replica)
+    after_import("verl.workers.engine", lambda _: importlib.import_module("treecp_rl.workers.engine"))
+    after_import("verl.trainer.ppo.v1", lambda _: importlib.import_module("treecp_rl.workers.trainer"))
 
 
 def is_registered() -> bool:

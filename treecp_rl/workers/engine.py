@@ -1,0 +1,176 @@
+"""``TreeCPEngine``: verl's FSDP2 engine with one method of its own, the step.
+
+Model loading, sharding, optimizer, schedule, clipping, checkpoints, offload, LoRA and weight export are
+inherited. Importing this module registers the engine, and verl's own FSDP2 engine for the CPU.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from treecp_rl.engine.capabilities import prepare_model
+from treecp_rl.engine.head import HeadOptions
+from treecp_rl.engine.passes import PassOptions, PassPlan, RowScores, plan_passes, run_passes
+from treecp_rl.errors import BatchError, ConfigError, TreeCPError
+from treecp_rl.workers import convert
+from treecp_rl.workers.launch import engine_refusals
+from treecp_rl.workers.metrics import LossMetrics, counts_of, fill_in_for_idle
+from treecp_rl.workers.options import TreeCPOptions
+
+
+class _RunsWithoutPinnedMemory:
+    """verl pins the host memory of a forward-only FSDP2 model, which needs an accelerator."""
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if get_device_name() != "cpu" or not self.engine_config.forward_only:
+            return super()._build_fsdp_module(module)  # type: ignore[misc]
+        self.engine_config.forward_only = False
+        try:
+            return super()._build_fsdp_module(module)  # type: ignore[misc]
+        finally:
+            self.engine_config.forward_only = True
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
+class FSDP2EngineOnCPU(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
+    """verl's own engine, so that ``trainer.backend=fsdp2`` compares like with like where there is no CUDA."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")
+class FSDP2CriticEngineOnCPU(_RunsWithoutPinnedMemory, FSDPEngineWithValueHead):
+    """verl's own critic engine."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch that every rank has agreed to run."""
+
+    batch: convert.Batch
+    plan: PassPlan
+    num_loss_tokens: int
+    """Over all ranks."""
+    some_rank_is_idle: bool
+    """A rank has no rows at all."""
+
+
+@EngineRegistry.register(model_type="language_model", backend="treecp", device=["cpu", "cuda"])
+class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
+    """Computes every prompt once a group, in the actor update, in old log-probs and in the reference pass."""
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        for refusal in engine_refusals(engine_config, model_config):
+            raise ConfigError(refusal)
+        self.options = TreeCPOptions.from_mapping(engine_config.get("treecp"))
+        # verl chose this class by the strategy's name; what it builds underneath is FSDP2.
+        object.__setattr__(engine_config, "strategy", "fsdp2")
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        prepare_model(module)
+        return module
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """One step over this rank's rows: forward, verl's loss, and backward unless ``forward_only``.
+
+        Every rank of the data-parallel group enters together, with any number of rows.
+
+        Returns:
+            As verl's engines: ``model_output`` (jagged, in the caller's row order), ``loss``, ``metrics``.
+        """
+        step = self._agree_on_step(data)
+        batch, dp_size = step.batch, self.get_data_parallel_size()
+        convert.announce_totals(data, num_loss_tokens=step.num_loss_tokens, dp_size=dp_size)
+        losses: list[float] = []
+        metrics = LossMetrics()
+        kept: list[RowScores] = []
+
+        def loss_of(scores: RowScores) -> torch.Tensor:
+            """verl's loss of one pass, on exactly the rows of that pass."""
+            rows = convert.select_rows(data, scores.row_indices)
+            loss, loss_metrics = loss_function(
+                model_output=convert.model_output(batch.rows, [scores]),
+                data=rows,
+                dp_group=self.get_data_parallel_group(),
+            )
+            losses.append(loss.detach().item())
+            metrics.add(loss_metrics, int(rows["loss_mask"].sum()))
+            if batch.wants_model_output:
+                kept.append(_detached(scores))
+            return loss
+
+        head = HeadOptions(batch.wants_entropy, batch.wants_sum_pi_squared, self.options.head_chunk_tokens)
+        report = run_passes(
+            self.module,
+            step.plan,
+            None if forward_only else loss_of,
+            PassOptions(head),
+            device=get_device_id(),
+            group=self.get_data_parallel_group(),
+            forward_context=self._autocast,
+            sync_context=self._gradient_sync(forward_only),
+        )
+        if forward_only:
+            kept = list(report.scores)
+            if loss_function is not None:
+                for scores in report.scores:
+                    loss_of(scores)
+
+        reported = metrics.result() | counts_of(batch, step.plan, report, dp_size)
+        if step.some_rank_is_idle:
+            fill_in_for_idle(reported, self.get_data_parallel_group())
+        return {"model_output": convert.model_output(batch.rows, kept), "loss": losses, "metrics": reported}
+
+    def _agree_on_step(self, data: TensorDict) -> Step:
+        """Read and plan this rank's rows.
+
+        A refusal on any rank is raised on all of them, so that none is left waiting in a collective.
+        """
+        refusal = None
+        try:
+            batch = convert.read_batch(data)
+            budget = convert.token_budget(data, self.options.tokens_per_rank, batch.longest_row)
+            plan = plan_passes(batch.rows, share=self.options.share, tokens_per_pass=budget)
+            mine = [batch.num_loss_tokens, int(not batch.rows), 0]
+        except TreeCPError as error:
+            refusal, mine = error, [0, 0, 1]
+        totals = torch.tensor(mine, dtype=torch.int64, device=get_device_id())
+        dist.all_reduce(totals, group=self.get_data_parallel_group())
+        num_loss_tokens, num_idle, num_refusals = totals.tolist()
+        if refusal is not None:
+            raise refusal
+        if num_refusals:
+            raise BatchError(f"{num_refusals} other rank(s) refused their rows; their message says why")
+        return Step(batch, plan, num_loss_tokens, num_idle > 0)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """As verl's engine: mixed precision by autocast, none at all in fp32."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def _gradient_sync(self, forward_only: bool) -> Callable[[bool], AbstractContextManager[None]]:
+        if forward_only:
+            return lambda is_last: nullcontext()
+        return lambda is_last: self._gradient_sync_context(is_last_micro_batch=is_last)
+
+
+def _detached(scores: RowScores) -> RowScores:
+    """The same scores without their graph."""
+    values = {
+        name: value if name == "row_indices" or value is None else [tensor.detach() for tensor in value]
+        for name, value in vars(scores).items()
+    }
+    return RowScores(**values)
