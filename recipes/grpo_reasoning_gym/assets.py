@@ -32,6 +32,7 @@ class AssetOptions:
     train_questions: int = 4096
     validation_questions: int = 128
     tokenizer_questions: int = 300
+    attention_heads: int = 4
     task: TaskOptions = field(default_factory=TaskOptions)
 
     @property
@@ -57,7 +58,7 @@ def make(directory: Path, options: AssetOptions, report: Callable[[str], None] =
 
     model_directory = directory / "model"
     warm_tokenizer = _make_tokenizer(model_directory, options)
-    warm_options = WarmStartOptions(seed=options.seed)
+    warm_options = WarmStartOptions(seed=options.seed, attention_heads=options.attention_heads)
     model, warm_report = warm_start.train(warm_tokenizer, options.task, warm_options, report)
     model.save_pretrained(model_directory)
 
