@@ -1,0 +1,172 @@
+"""`treecp-rl train|verify|doctor|bench step ...`: arguments -> the command's module, imported only then.
+
+Exit codes: 0 all well; 1 a bound missed, a fault found, or a run that failed; 2 a request that cannot be met
+(bad arguments, a model that cannot run exactly).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from treecp_rl.errors import ConfigError, TreeCPError, UnsupportedModel
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    # Everything after these words belongs to Hydra, --help and --cfg too.
+    if arguments[:1] == ["train"]:
+        return _train(arguments[1:])
+    options = parser.parse_args(arguments)
+    if "command" not in options:
+        parser.print_help()
+        return 2
+    try:
+        return int(options.command(options))
+    except (ConfigError, UnsupportedModel) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except TreeCPError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from treecp_rl import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="treecp-rl", description="Train each GRPO prompt once: a backend for verl."
+    )
+    parser.add_argument("--version", action="version", version=f"treecp-rl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="train | verify | doctor | bench")
+    commands.add_parser("train", help="run GRPO; takes Hydra overrides, as python -m treecp_rl.train does")
+    _add_verify(commands.add_parser("verify", help="compare every gradient with a dense float64 reference"))
+    _add_doctor(
+        commands.add_parser("doctor", help="check versions, plugin, Ray and a config; name each mend")
+    )
+    bench = commands.add_parser("bench", help="measure against verl's own engine and PrefixGrouper")
+    _add_bench_step(
+        bench.add_subparsers(title="benchmarks", metavar="step", required=True).add_parser("step")
+    )
+    return parser
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Exactness certificate: log-probs, entropy, loss and every parameter's gradient of the tree engine "
+        "against each row forwarded alone in float64. Exit code 1 if a bound is missed."
+    )
+    parser.add_argument(
+        "--model-config", metavar="PATH", help="config.json or its folder (default: tiny Qwen2)"
+    )
+    parser.add_argument("--num-layers", type=int, metavar="N", help="keep only the first N layers")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="another vocabulary size")
+    parser.add_argument(
+        "--lengths",
+        metavar="P:R,R;...",
+        help="your own groups, or a CSV file with columns group,prompt,response",
+    )
+    parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "all"], default="float64")
+    parser.add_argument("--world-size", type=int, choices=[1, 2, 4], default=1, help="gloo processes (FSDP2)")
+    parser.add_argument("--share", choices=["prompt", "prefix"], default="prompt")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all spawned ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="print the certificate as JSON only")
+    parser.set_defaults(command=_verify)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Checks an installation and, given Hydra overrides, what a run asks of Ray."
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of treecp_rl.train")
+    parser.add_argument("--no-ray", action="store_true", help="skip the checks that start a local Ray")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON only")
+    parser.set_defaults(command=_doctor)
+
+
+def _add_bench_step(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Time and peak memory of old log-prob, reference log-prob and update: treecp, verl's FSDP2 engine "
+        "and PrefixGrouper, interleaved on the same rows."
+    )
+    parser.add_argument(
+        "--cases", default="2048:64,512:512,64:2048", metavar="P:R,...", help="prompt:response tokens"
+    )
+    parser.add_argument("--group-size", type=int, default=8, metavar="G")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="V")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="interleaved rounds a case; medians are reported"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="torch threads (default: torch's own choice)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON only")
+    parser.set_defaults(command=_bench_step)
+
+
+def _train(overrides: list[str]) -> int:
+    from treecp_rl.train import main as train
+
+    train(overrides)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from treecp_rl.verify.cases import parse_lengths
+    from treecp_rl.verify.certificate import VerifyOptions, certify, render
+
+    try:
+        lengths = parse_lengths(options.lengths) if options.lengths is not None else None
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    certificate = certify(
+        VerifyOptions(
+            model_config=options.model_config,
+            num_layers=options.num_layers,
+            vocab_size=options.vocab_size,
+            lengths=lengths,
+            dtype=options.dtype,
+            world_size=options.world_size,
+            share=options.share,
+            timeout_seconds=options.timeout,
+        )
+    )
+    _print(certificate.as_json(), render(certificate), options.json)
+    return 0 if certificate.passed else 1
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from treecp_rl.doctor import examine, render
+
+    report = examine(options.overrides, start_ray=not options.no_ray)
+    _print(report.as_json(), render(report), options.json)
+    return 0 if report.healthy else 1
+
+
+def _bench_step(options: argparse.Namespace) -> int:
+    from treecp_rl.bench.step import BenchOptions, measure, parse_cases, render
+
+    report = measure(
+        BenchOptions(
+            cases=parse_cases(options.cases),
+            group_size=options.group_size,
+            vocab_size=options.vocab_size,
+            repeats=options.repeats,
+            threads=options.threads,
+        ),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    _print(report.as_json(), render(report), options.json)
+    return 0
+
+
+def _print(record: dict[str, Any], text: str, as_json: bool) -> None:
+    print(json.dumps(record, indent=2) if as_json else text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
