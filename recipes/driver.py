@@ -34,6 +34,8 @@ class Recipe:
     """verl's name for the validation accuracy."""
     title: str
     """Title of the reward curve."""
+    all_runs: Path = ROOT / "runs"
+    """Where the runs of all recipes go."""
 
     @property
     def config(self) -> Path:
@@ -43,7 +45,7 @@ class Recipe:
     @property
     def runs(self) -> Path:
         """Where its runs go."""
-        return ROOT / "runs" / self.name
+        return self.all_runs / self.name
 
 
 def main(recipe: Recipe, description: str, argv: Sequence[str] | None = None) -> int:
