@@ -98,3 +98,28 @@ class Schedule:
     def digest(self) -> str:
         """Eight hex digits that equal schedules share; ranks compare it before the first collective."""
         return sha256(repr(self).encode()).hexdigest()[:8]
+
+
+Kind = Literal["local", "gather", "ring", "tree_move_kv", "move_q"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the planner chooses for one tree of a fused pass: which ranks, and what travels between them.
+
+    ``local``: whole on one rank. ``gather``: prompt zigzag over the ranks, whole responses placed by work, the
+    remainder cut between tokens, prompt K/V moved once. ``ring``: every node zigzag over the ranks, K/V
+    stage by stage (with ``share="none"`` this is flattened ring context parallelism). ``tree_move_kv``: prompt
+    zigzag over all ranks, responses zigzag inside ``lanes`` (AugTree, section 3.2). ``move_q``: responses
+    placed as in ``gather``, but queries travel to the prompt's K/V and states come back (section 3.3).
+    """
+
+    kind: Kind
+    first_rank: int = 0
+    degree: int = 1
+    lanes: int = 1
+    """Lanes side by side, s in the paper; divides ``degree``. Read by ``tree_move_kv`` alone."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.degree)
