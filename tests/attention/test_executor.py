@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.planner.test_lower import allowed_pairs
-from treecp_rl.attention.executor import compile_program, tile_attention
+from treecp_rl.attention.executor import tile_attention
 from treecp_rl.attention.kernels import choose_kernel
+from treecp_rl.attention.program import compile_program
 from treecp_rl.errors import ConfigError, PlanError
 from treecp_rl.plan import Schedule, Segment, Stage, Tile
 from treecp_rl.planner.lower import lower_local
@@ -74,14 +75,15 @@ def schedule_of(*tiles, num_tokens=4):
     return Schedule(1, num_tokens, (Segment(0, 0, num_tokens),), (Stage((), tiles),))
 
 
-def test_a_query_without_tiles_is_refused():
-    with pytest.raises(PlanError, match="packed token 2 of 4 attends to nothing"):
+def test_a_query_that_does_not_attend_to_itself_is_refused():
+    with pytest.raises(PlanError, match="own token 2 of 4 does not attend to itself"):
         compile_program(schedule_of(Tile(0, 0, 2, 0, 2, True), Tile(0, 3, 4, 3, 4, True)))
 
 
-def test_a_tile_over_fresh_and_started_queries_is_refused():
-    with pytest.raises(PlanError, match="split it"):
-        compile_program(schedule_of(Tile(0, 0, 2, 0, 2, True), Tile(0, 1, 4, 0, 1, False)))
+def test_a_tile_of_keys_that_never_arrive_is_refused():
+    tiles = (Tile(0, 0, 4, 0, 4, True), Tile(0, 0, 4, 4, 6, False))
+    with pytest.raises(PlanError, match=r"rank 0 has no keys of tokens \[4, 6\)"):
+        compile_program(schedule_of(*tiles))
 
 
 def test_a_program_of_another_length_is_refused():

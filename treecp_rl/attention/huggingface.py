@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from treecp_rl.attention.executor import Program, tile_attention
+from treecp_rl.attention.executor import tile_attention
+from treecp_rl.attention.program import Program
 from treecp_rl.errors import PlanError, UnsupportedModel
 
 ATTENTION_NAME = "treecp"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from treecp_rl.attention.executor import compile_program
+from treecp_rl.attention.program import compile_program
 from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.collectives import max_over_ranks
 from treecp_rl.engine.head import HeadOptions, scoring_head

@@ -1,0 +1,103 @@
+"""Proves that attention cut over ranks equals dense attention: every kind of decision, values and gradients.
+
+One spawn of gloo processes a world size runs all cases; a rank compares its own tokens with the dense result
+it computes itself.
+"""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.attention.test_executor import dense_attention
+from tests.planner.test_check import DEEP, decision, trees
+from tests.planner.test_lower import allowed_pairs
+from treecp_rl.attention.executor import tile_attention
+from treecp_rl.attention.program import compile_program
+from treecp_rl.plan import Decision
+from treecp_rl.planner.check import check
+from treecp_rl.planner.lower import lower
+
+HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
+KINDS = ("gather", "ring", "tree_move_kv", "move_q")
+SHAPES = {
+    "ragged": trees((130, [9, 1, 30, 170, 2])),
+    "prompt-heavy": trees((400, [5, 4])),
+    "response-heavy": trees((8, [140, 150, 40])),
+    "one-token": trees((1, [1] * 9)),
+    "deep": DEEP,
+}
+BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6}
+
+
+def cases(world_size):
+    """name -> (nodes, decisions, dtype)"""
+    found = {
+        f"{kind} {shape}": (nodes, [decision(kind, world_size)], torch.float64)
+        for kind in KINDS
+        for shape, nodes in SHAPES.items()
+    }
+    half = max(1, world_size // 2)
+    mixed = trees((150, [60, 80]), (90, [70]), (140, [31, 32]), (5, [4]))
+    decisions = [
+        decision("move_q", world_size),
+        decision("gather", half),
+        decision("move_q", world_size - half, half),
+        Decision("local", world_size - 1),
+    ]
+    found["mixed nested"] = (mixed, decisions, torch.float64)
+    found["mixed nested float32"] = (mixed, decisions, torch.float32)
+    return found
+
+
+def error_of(ours, reference):
+    return (
+        ((ours.double() - reference.double()).abs().max() / reference.abs().max()).item()
+        if len(ours)
+        else 0.0
+    )
+
+
+def worst_error(nodes, decisions, dtype, rank, world_size):
+    schedule = lower(nodes, decisions, world_size)
+    check(schedule, nodes)
+    program = compile_program(schedule, rank, group=dist.group.WORLD)
+    generator = torch.Generator().manual_seed(7)
+    num_tokens = schedule.num_tokens
+    whole = [
+        torch.randn(1, heads, num_tokens, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    ]
+    allowed = allowed_pairs(nodes, num_tokens).bool()
+    reference = [x.clone().requires_grad_() for x in whole[:3]]
+    expected = dense_attention(*reference, allowed, 0.3)
+    expected.backward(whole[3])
+
+    own = torch.cat([torch.arange(s.start, s.stop) for s in schedule.segments if s.rank == rank])
+    ours = [x[:, :, own].to(dtype).requires_grad_() for x in whole[:3]]
+    out = tile_attention(*ours, program, 0.3)
+    again = tile_attention(*[x.detach() for x in ours], program, 0.3)
+    assert torch.equal(out, again), "the same plan twice must be bit-identical"
+    out.backward(whole[3][:, :, own].to(dtype))
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(ours, reference, strict=True))]
+    return max(error_of(a.detach(), b.detach()[:, :, own]) for a, b in pairs)
+
+
+def run_rank(rank, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    errors = {name: worst_error(*case, rank, world_size) for name, case in cases(world_size).items()}
+    torch.save(errors, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_kind_of_decision_equals_dense_attention(world_size):
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
+        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
+    for name, (_, _, dtype) in cases(world_size).items():
+        worst = max(errors[name] for errors in ranks)
+        assert worst <= BOUNDS[dtype], f"{name}: {worst:.1e} > {BOUNDS[dtype]:.0e}"
