@@ -168,12 +168,14 @@ def _build(
 
 def loss_of(case: Case):
     """verl's PPO loss for the case."""
+    from verl.workers.config import PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
 
     from treecp_rl.workers.config import TreeCPActorConfig
 
-    settings = {"strategy": "treecp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    return partial(ppo_loss, config=TreeCPActorConfig(**(settings | case.actor)))
+    settings = {"strategy": "treecp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} | case.actor
+    policy_loss = PolicyLossConfig(loss_mode=settings.pop("loss_mode", "vanilla"))
+    return partial(ppo_loss, config=TreeCPActorConfig(policy_loss=policy_loss, **settings))
 
 
 @dataclass
@@ -226,3 +228,70 @@ def worst_relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         float((found[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest, 1e-30)
         for name, grad in expected.items()
     )
+
+
+def off_policy_ratio(model_path: str, old: Case, new: Case) -> float:
+    """Largest |ratio - 1| of an update whose old log-probs come from the same weights."""
+    from verl.workers.utils.padding import response_from_nested
+
+    engine = engine_of("treecp", model_path)
+    data = batch_of(old, dist.get_rank())
+    with engine.eval_mode(), torch.no_grad():
+        scored = engine.forward_backward_batch(data, None, forward_only=True)["model_output"]["log_probs"]
+    update_data = batch_of(new, dist.get_rank())
+    update_data["old_log_probs"] = response_from_nested(scored, update_data["response_mask"])
+    worst = [0.0]
+
+    def loss(model_output, data, dp_group):
+        responses = response_from_nested(model_output["log_probs"], data["response_mask"])
+        ratio = torch.exp(responses.values() - data["old_log_probs"].values())
+        worst[0] = max(worst[0], float((ratio - 1).abs().max()))
+        return responses.values().sum() * 0.0, {}
+
+    with engine.train_mode():
+        engine.forward_backward_batch(update_data, loss, forward_only=False)
+        engine.optimizer_zero_grad()
+    return worst[0]
+
+
+def step_with_nan(model_path: str, case: Case) -> dict[str, Any]:
+    """One train_batch whose loss is NaN on rank 0."""
+    engine = engine_of("treecp", model_path)
+    loss = loss_of(case)
+
+    def poisoned(**kwargs):
+        value, metrics = loss(**kwargs)
+        return value * (float("nan") if dist.get_rank() == 0 else 1.0), metrics
+
+    before = [full(parameter) for parameter in engine.module.parameters()]
+    with engine.train_mode():
+        output = engine.train_batch(batch_of(case, dist.get_rank()), poisoned)
+        engine.optimizer_zero_grad()
+    after = [full(parameter) for parameter in engine.module.parameters()]
+    changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return {"changed": changed, "grad_norm": output["metrics"]["grad_norm"]}
+
+
+def faulty_update(model_path: str, case: Case, fault: str) -> None:
+    """An update whose batch is wrong on rank 0 only."""
+    from verl.utils import tensordict_utils as tu
+
+    engine = engine_of("treecp", model_path)
+    data = batch_of(case, dist.get_rank())
+    if dist.get_rank() == 0:
+        lengths = [len(row) for row in data["input_ids"].unbind()]
+        match fault:
+            case "missing_uid":
+                data.pop("uid")
+            case "missing_prompts":
+                data.pop("prompts")
+            case "no_temperature":
+                data.pop("temperature")
+            case "shifted_positions":
+                data["position_ids"] = _jagged([torch.arange(n) + (i == 1) for i, n in enumerate(lengths)])
+            case "other_tokens":
+                data["input_ids"] = _jagged([row + 1 for row in data["input_ids"].unbind()])
+            case "multimodal":
+                tu.assign_non_tensor(data, multi_modal_inputs=[{"pixel_values": 1}] * len(lengths))
+    with engine.train_mode():
+        engine.forward_backward_batch(data, loss_of(case), forward_only=False)

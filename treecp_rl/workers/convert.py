@@ -171,7 +171,7 @@ def _refuse_multimodal(data: TensorDict) -> None:
             f"position_ids have {data['position_ids'].dim()} axes (multimodal rope); treecp runs text models, "
             "train this one with trainer.backend=fsdp2"
         )
-    for index, inputs in enumerate(data.get("multi_modal_inputs", ()) or ()):
+    for index, inputs in enumerate(data.get("multi_modal_inputs", ())):
         if tu.unwrap_non_tensor_data(inputs):
             raise UnsupportedModel(
                 f"row {index} has multi_modal_inputs: prompts are told apart by text tokens alone; "

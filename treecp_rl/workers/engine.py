@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import PassOptions, PassPlan, RowScores, plan_passes, run_passes
-from treecp_rl.errors import BatchError, ConfigError, TreeCPError
+from treecp_rl.errors import BatchError, ConfigError
 from treecp_rl.workers import convert
 from treecp_rl.workers.launch import engine_refusals
 from treecp_rl.workers.metrics import LossMetrics, counts_of, fill_in_for_idle
@@ -136,23 +136,23 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
     def _agree_on_step(self, data: TensorDict) -> Step:
         """Read and plan this rank's rows.
 
-        A refusal on any rank is raised on all of them, so that none is left waiting in a collective.
+        What fails on any rank is raised on all of them, so that none is left waiting in a collective.
         """
-        refusal = None
+        failure = None
         try:
             batch = convert.read_batch(data)
             budget = convert.token_budget(data, self.options.tokens_per_rank, batch.longest_row)
             plan = plan_passes(batch.rows, share=self.options.share, tokens_per_pass=budget)
             mine = [batch.num_loss_tokens, int(not batch.rows), 0]
-        except TreeCPError as error:
-            refusal, mine = error, [0, 0, 1]
+        except Exception as error:
+            failure, mine = error, [0, 0, 1]
         totals = torch.tensor(mine, dtype=torch.int64, device=get_device_id())
         dist.all_reduce(totals, group=self.get_data_parallel_group())
-        num_loss_tokens, num_idle, num_refusals = totals.tolist()
-        if refusal is not None:
-            raise refusal
-        if num_refusals:
-            raise BatchError(f"{num_refusals} other rank(s) refused their rows; their message says why")
+        num_loss_tokens, num_idle, num_failures = totals.tolist()
+        if failure is not None:
+            raise failure
+        if num_failures:
+            raise BatchError(f"{num_failures} other rank(s) refused their rows; their message says why")
         return Step(batch, plan, num_loss_tokens, num_idle > 0)
 
     def _autocast(self) -> AbstractContextManager[None]:
