@@ -102,7 +102,7 @@ def _add_bench_step(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=3, help="interleaved rounds a case; medians are reported"
     )
     parser.add_argument(
-        "--threads", type=int, default=None, help="torch threads (default: torch's own choice)"
+        "--threads", type=int, default=1, help="torch threads (default 1: CPU time is then work done)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON only")
     parser.set_defaults(command=_bench_step)

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from treecp_rl.attention.executor import compile_program, tile_attention
+from treecp_rl.attention.executor import tile_attention
+from treecp_rl.attention.program import compile_program
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.planner.lower import lower_local
 from treecp_rl.tree import Row, fold, pack
