@@ -104,7 +104,8 @@ def _tokens(summary: Summary) -> str:
     if summary.tokens_computed is None or summary.tokens_flat is None:
         return "not counted by this backend"
     ratio = summary.tokens_flat / summary.tokens_computed
-    return f"{summary.tokens_computed:,}, flattened {summary.tokens_flat:,} ({ratio:.2f} times as many)"
+    counts = f"{summary.tokens_computed:,}, flattened {summary.tokens_flat:,}"
+    return f"{counts} ({ratio:.2f} times as many), in the policy update"
 
 
 def draw(summary: Summary, title: str, path: Path) -> None:
