@@ -295,3 +295,31 @@ def faulty_update(model_path: str, case: Case, fault: str) -> None:
                 tu.assign_non_tensor(data, multi_modal_inputs=[{"pixel_values": 1}] * len(lengths))
     with engine.train_mode():
         engine.forward_backward_batch(data, loss_of(case), forward_only=False)
+
+
+def save_between_steps(model_path: str, case: Case, folder: str) -> dict[str, Any]:
+    """Step, checkpoint, step."""
+    engine = _build("treecp", model_path)
+    _train(engine, case)
+    engine.save_checkpoint(folder, global_step=1)
+    after_step_1 = _weights(engine)
+    lr = _train(engine, case)
+    return {"after_step_1": after_step_1, "after_step_2": _weights(engine), "lr": lr}
+
+
+def resume_and_step(backend: str, model_path: str, case: Case, folder: str) -> dict[str, Any]:
+    """A new engine that loads the checkpoint and takes one step."""
+    engine = _build(backend, model_path)
+    engine.load_checkpoint(folder, del_local_after_load=False)
+    lr = _train(engine, case)
+    return {"weights": _weights(engine), "lr": lr}
+
+
+def _train(engine, case: Case) -> float:
+    with engine.train_mode():
+        engine.train_batch(batch_of(case, dist.get_rank()), loss_of(case))
+        return engine.lr_scheduler_step()
+
+
+def _weights(engine) -> dict[str, torch.Tensor]:
+    return {name: full(parameter) for name, parameter in engine.module.named_parameters()}
