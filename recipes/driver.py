@@ -6,10 +6,12 @@ Every run has a directory of its own with its log, metrics, checkpoints, reward 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +54,13 @@ def main(recipe: Recipe, description: str, argv: Sequence[str] | None = None) ->
     """Runs the recipe; returns the training process's exit code."""
     arguments, overrides = parse(description, argv)
     os.chdir(ROOT)
+    sys.stdout.reconfigure(line_buffering=True)
     run_dir, assets = _resume(recipe) if arguments.resume else _begin(recipe, arguments.seed or 0)
     command = train_command(recipe, assets, run_dir, arguments, overrides)
-    _say(f"run: {'goes on in' if arguments.resume else 'starts in'} {run_dir}")
+    print(f"run: {'goes on in' if arguments.resume else 'starts in'} {run_dir}")
     code = run(command, log=run_dir / "train.log", metrics=next_metrics_file(run_dir))
     if code:
-        _say(f"training failed with exit code {code}; its output is in {run_dir / 'train.log'}")
+        print(f"training failed with exit code {code}; its output is in {run_dir / 'train.log'}")
         return code
     report(recipe, run_dir, assets)
     return 0
@@ -141,9 +144,10 @@ def train_command(
 
 def run(command: Sequence[str], log: Path, metrics: Path) -> int:
     """Runs the training; its output goes to the terminal and, after what is there already, to `log`."""
-    _say("$ " + " ".join(command))
+    print("$ " + " ".join(command))
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     with (
+        _exit_when_terminated(),
         log.open("ab") as copy,
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child,
     ):
@@ -153,10 +157,21 @@ def run(command: Sequence[str], log: Path, metrics: Path) -> int:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
             return child.wait()
-        except KeyboardInterrupt:
-            # The terminal has sent it to the child too, which takes Ray down with it.
-            child.wait(timeout=60)
+        except BaseException:
+            # Ctrl-C reaches the child by itself, a signal to this process alone does not. It takes Ray down with it.
+            child.terminate()
+            child.wait()
             raise
+
+
+@contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """Lets SIGTERM raise, as Ctrl-C does, so that the training process is ended too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def report(recipe: Recipe, run_dir: Path, assets: Path) -> None:
@@ -172,14 +187,10 @@ def report(recipe: Recipe, run_dir: Path, assets: Path) -> None:
         ("log", run_dir / "train.log"),
     ]
     for line in summary.lines(figures, files, recipe.describe_start(assets)):
-        _say(line)
+        print(line)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
     """The newest checkpoint, by verl's own marker."""
     marker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     return marker.parent / f"global_step_{marker.read_text().strip()}" if marker.exists() else marker.parent
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

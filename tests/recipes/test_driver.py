@@ -1,7 +1,9 @@
 """The driver: what goes through to verl, what a failed run says, and the summary of a recorded run."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,3 +114,24 @@ def test_resumed_runs_are_one_curve(tmp_path):
 def test_a_run_without_a_step_has_no_summary():
     with pytest.raises(ValueError, match="see the log for why"):
         summary.summarize({0: {RECIPE.validation_key: 0.3}}, RECIPE.validation_key)
+
+
+def test_a_terminated_driver_takes_its_training_along(tmp_path):
+    """`kill` of the driver must not leave a training behind that nobody watches."""
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    script = (
+        "import sys; from dataclasses import replace; from pathlib import Path; from recipes import driver\n"
+        "from recipes.grpo_reasoning_gym.main import RECIPE\n"
+        f"driver.train_command = lambda *_: [sys.executable, '-c', {child!r}]\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "driver.main(replace(RECIPE, make_assets=lambda seed: here, all_runs=here), '', [])\n"
+    )
+    running = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=driver.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    training = next(int(line) for line in running.stdout if line.strip().isdigit())
+    running.terminate()
+    running.stdout.read()
+    assert running.wait(timeout=60) == 128 + 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(training, 0)
