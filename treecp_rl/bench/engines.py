@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,16 +76,20 @@ class Batch:
         return tu.get_tensordict(tensor_dict=dict(self.tensors), non_tensor_dict=common | settings)
 
 
-def start_verl() -> None:
-    """One gloo process as verl's world, on the CPU platform when there is no CUDA."""
+@contextmanager
+def verl_world() -> Iterator[None]:
+    """A world of one process, on verl's CPU platform when there is no CUDA; gone again on leaving."""
     if not torch.cuda.is_available():
         os.environ["VERL_PLATFORM"] = "cpu"
-    if not dist.is_initialized():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def save_model(folder: Path, vocab_size: int, longest_row: int) -> Path:

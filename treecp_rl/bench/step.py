@@ -33,7 +33,7 @@ from treecp_rl.bench.engines import (
     build_treecp,
     make_batch,
     save_model,
-    start_verl,
+    verl_world,
 )
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.errors import ConfigError, TreeCPError
@@ -173,13 +173,14 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
     """
     torch.set_num_threads(options.threads)
     # verl reports on stdout, which here belongs to the result.
-    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="treecp-bench-") as folder:
-        start_verl()
+    with (
+        redirect_stdout(sys.stderr),
+        tempfile.TemporaryDirectory(prefix="treecp-bench-") as folder,
+        verl_world(),
+    ):
         longest = max(prompt + response for prompt, response in options.cases)
         model = save_model(Path(folder), options.vocab_size, longest)
-        cases = tuple(
-            _measure_case(options, model, prompt, response, progress) for prompt, response in options.cases
-        )
+        cases = tuple(_measure_case(options, model, *lengths, progress) for lengths in options.cases)
     return BenchReport(options, cases)
 
 
@@ -286,8 +287,12 @@ def _median_timing(timings: Sequence[Timing]) -> Timing:
 def _peak_of_step(contestant: Contestant, batch: Batch) -> int:
     """Most bytes above weights and optimizer state, over the three phases."""
     contestant.engine.optimizer_zero_grad()
-    work = (contestant.old_log_probs, contestant.ref_log_probs, contestant.update)
-    return max(peak_bytes(lambda run=run: run(batch)) for run in work)  # type: ignore[misc]
+
+    def step() -> None:
+        for run in (contestant.old_log_probs, contestant.ref_log_probs, contestant.update):
+            run(batch)
+
+    return peak_bytes(step)
 
 
 def render(report: BenchReport) -> str:
