@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from treecp_rl.errors import ConfigError, TreeCPError
-from treecp_rl.workers.launch import BACKENDS, refuse, unknown_backend
-from treecp_rl.workers.options import OPTIONS_KEY, refuse_unknown_option
+from treecp_rl.workers.launch import check_overrides, platform_overrides, prepare, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,51 +37,9 @@ def run(config: DictConfig) -> None:
         refuse(error)
 
 
-def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse what Hydra would answer less clearly: an unknown backend, an unknown treecp option.
-
-    Raises:
-        ConfigError: with the valid names.
-    """
-    for key, value in parse_overrides(arguments).items():
-        if key == "trainer.backend" and value not in BACKENDS:
-            raise ConfigError(unknown_backend("trainer.backend", value))
-        if key.startswith(f"{OPTIONS_KEY}."):
-            refuse_unknown_option(key.removeprefix(f"{OPTIONS_KEY}."))
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, object]:
-    """key -> value of the overrides among ``arguments``; what Hydra cannot parse is left to Hydra."""
-    parser = OverridesParser.create()
-    overrides = {}
-    for argument in arguments:
-        try:
-            (override,) = parser.parse_overrides([argument])
-        except HydraException:
-            continue
-        overrides[override.key_or_group] = override.value()
-    return overrides
-
-
-def platform_overrides(arguments: Sequence[str]) -> list[str]:
-    """``platform=cpu`` where the user names no platform and there is no CUDA device; sets verl's environment.
-
-    verl reads VERL_PLATFORM as it is imported, and Ray's raylet its niceness as it starts, so both must stand
-    in this process's environment before either does.
-    """
-    import torch
-
-    chosen = parse_overrides(arguments).get("platform")
-    added = [] if chosen or torch.cuda.is_available() else ["platform=cpu"]
-    if added:
-        print("treecp: no CUDA device, running with platform=cpu", file=sys.stderr)
-    if added or chosen == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"
-        os.environ.setdefault("RAY_worker_niceness", "0")  # workers at nice 15 starve on a busy CPU
-    return added
-
-
 def _run(config: DictConfig) -> None:
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        prepare(config)  # Hydra calls LaunchCallback for single runs only
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config

@@ -216,6 +216,12 @@ def test_ranks_with_unequal_work_finish(pools, model_path):
     assert found[0].metrics["treecp/passes"].values == found[1].metrics["treecp/passes"].values
 
 
+def test_a_group_split_over_ranks_gives_the_same_gradients(pools, model_path):
+    prompt = tuple(range(5, 14))
+    ranks = ((Group("a", 9, (4, 6), prompt=prompt),), (Group("a", 9, (5, 3), prompt=prompt),))
+    assert_same_step(pools[2], model_path, Case(ranks=ranks))
+
+
 def test_a_rank_without_rows_joins_in(pools, model_path):
     groups = two_groups(0)
     (alone,) = results(pools[1], engine_cases.update, "treecp", model_path, Case(ranks=(groups,)))

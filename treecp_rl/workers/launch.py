@@ -1,4 +1,4 @@
-"""Composed config -> checks -> the trainer it runs on, before Ray or any actor starts.
+"""Overrides and composed config -> checks -> the trainer they run on, before Ray or any actor starts.
 
 ``LaunchCallback`` is named by ``model_engine/treecp.yaml``, so Hydra calls it for every way of launching:
 treecp_rl.train, verl's own main_ppo with ``model_engine=treecp``, or a recipe's config. A refusal is one line
@@ -7,16 +7,18 @@ and exit code 2. Imports neither verl nor ray.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from treecp_rl.errors import ConfigError, TreeCPError
-from treecp_rl.workers.options import OPTIONS_KEY, TreeCPOptions
+from treecp_rl.workers.options import OPTIONS_KEY, TreeCPOptions, refuse_unknown_option
 
 BACKENDS = ("treecp", "fsdp2")
 TRAINER_NAME = "treecp_sync"
@@ -39,7 +41,11 @@ class LaunchCallback(Callback):
 
 def refuse(error: BaseException) -> None:
     """Print a refusal as one line and exit with code 2."""
-    message = " ".join(str(getattr(error, "cause", None) or error).split())
+    while isinstance(
+        getattr(error, "cause", None), BaseException
+    ):  # Ray wraps it once for each actor it left
+        error = error.cause  # type: ignore[attr-defined]
+    message = " ".join(str(error).split())
     print(f"treecp: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -59,6 +65,53 @@ def prepare(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.n == 1:
         notice = "actor_rollout_ref.rollout.n=1: groups of one row, no prompt can be shared"
         print(f"treecp: {notice}", file=sys.stderr)
+
+
+# ----------------------------------------------------------------------------------------- command line
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra would answer less clearly: an unknown backend, an unknown treecp option.
+
+    Raises:
+        ConfigError: with the valid names.
+    """
+    for key, value in parse_overrides(arguments).items():
+        if key == "trainer.backend" and value not in BACKENDS:
+            raise ConfigError(unknown_backend("trainer.backend", value))
+        if key.startswith(f"{OPTIONS_KEY}."):
+            refuse_unknown_option(key.removeprefix(f"{OPTIONS_KEY}."))
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, object]:
+    """key -> value of the overrides among ``arguments``; what Hydra cannot parse is left to Hydra."""
+    parser = OverridesParser.create()
+    overrides = {}
+    for argument in arguments:
+        try:
+            (override,) = parser.parse_overrides([argument])
+        except HydraException:
+            continue
+        overrides[override.key_or_group] = override.value()
+    return overrides
+
+
+def platform_overrides(arguments: Sequence[str]) -> list[str]:
+    """``platform=cpu`` where the user names no platform and there is no CUDA device; sets verl's environment.
+
+    verl reads VERL_PLATFORM as it is imported, and Ray's raylet its niceness as it starts, so both must stand
+    in this process's environment before either does.
+    """
+    import torch  # heavy, and needed here only
+
+    chosen = parse_overrides(arguments).get("platform")
+    added = [] if chosen or torch.cuda.is_available() else ["platform=cpu"]
+    if added:
+        print("treecp: no CUDA device, running with platform=cpu", file=sys.stderr)
+    if added or chosen == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"
+        os.environ.setdefault("RAY_worker_niceness", "0")  # workers at nice 15 starve on a busy CPU
+    return added
 
 
 # ---------------------------------------------------------------------------------------------- options
