@@ -37,10 +37,18 @@ def test_counts_need_not_divide():
 
 def test_work_is_balanced_by_tokens_and_not_by_rows():
     long_prompt = Group((0, 1), 5000, (10, 10))
-    short = [Group((2 * i, 2 * i + 1), 100, (10, 10)) for i in range(1, 4)]
+    short = [Group((2 * i, 2 * i + 1), 1000, (10, 10)) for i in range(1, 4)]
     deal = deal_groups([long_prompt, *short], num_ranks=2, mini_batch_rows=8)
     alone = next(content for content in bins_of(deal, 2) if 0 in content)
     assert {row for row in alone if row is not None} == {0, 1}
+
+
+def test_small_differences_are_not_worth_padding():
+    """Responses differ by a few tokens: ranks get equal rows. They differ by thousands: ranks get equal work."""
+    alike = [Group((2 * i, 2 * i + 1), 150, (10 + i, 20 - i)) for i in range(8)]
+    assert None not in deal_groups(alike, num_ranks=2, mini_batch_rows=16).slots
+    skewed = [Group((2 * i, 2 * i + 1), 150, (8000, 8000) if i == 0 else (1000, 1000)) for i in range(8)]
+    assert None in deal_groups(skewed, num_ranks=2, mini_batch_rows=16).slots
 
 
 def test_one_large_group_on_many_ranks_is_cut_and_counted():
