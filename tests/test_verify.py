@@ -21,6 +21,7 @@ from treecp_rl.verify.certificate import VerifyOptions, certify, render
 from treecp_rl.verify.losses import LOSSES, BatchLoss, LossSpec, RowTarget, group_advantages, kl_estimate
 from treecp_rl.verify.models import load_config, random_model, tiny_config
 from treecp_rl.verify.oracle import DenseScores
+from treecp_rl.verify.ranks import RankFailure
 
 F64 = torch.float64
 SMALL = {"num_layers": 1, "vocab_size": 64}
@@ -256,6 +257,13 @@ def test_certificate_over_ranks(world_size):
     certificate = certify(VerifyOptions(world_size=world_size, timeout_seconds=240, **SMALL))
     assert certificate.passed, render(certificate)
     assert {case.world_size for case in certificate.cases} == {world_size}
+
+
+def test_ranks_that_do_not_finish_are_ended_and_named():
+    before = torch.get_num_threads()
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] still ran after 0 s"):
+        certify(VerifyOptions(world_size=2, timeout_seconds=0.2, **SMALL))
+    assert torch.get_num_threads() == before
 
 
 def test_wrong_engine_misses_the_bound(monkeypatch):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -175,16 +176,27 @@ def certify(options: VerifyOptions) -> Certificate:
     require_supported(config)
     parameters = parameter_count(config)
     _require_memory(config, parameters)
-    if parameters < _SMALL_MODEL_PARAMETERS:
-        torch.set_num_threads(1)
+    with _threads_for(parameters):
+        cases = tuple(result for dtype in options.dtypes for result in _certify_dtype(options, config, dtype))
     return Certificate(
         model_type=config.model_type,
         parameters=parameters,
         dtype=options.dtype,
         world_size=options.world_size,
         share=options.share,
-        cases=tuple(result for dtype in options.dtypes for result in _certify_dtype(options, config, dtype)),
+        cases=cases,
     )
+
+
+@contextmanager
+def _threads_for(parameters: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if parameters < _SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _certify_dtype(options: VerifyOptions, config: PretrainedConfig, dtype: str) -> Iterator[CaseResult]:
