@@ -70,7 +70,7 @@ def test_backend_fsdp2_is_stock_verl_by_one_word():
 
 
 def test_stock_main_ppo_finds_the_engine():
-    config = compose_stock("model_engine=treecp", "+platform=cpu")
+    config = compose_stock("model_engine=treecp", "+platform=cpu", "algorithm.adv_estimator=grpo")
     assert config.actor_rollout_ref.actor.strategy == config.actor_rollout_ref.ref.strategy == "treecp"
     launch.prepare(config)
     assert config.trainer.v1.trainer_mode == "treecp_sync"
@@ -167,6 +167,8 @@ REFUSED = {
     "+actor_rollout_ref.actor.treecp.shares=1": "valid keys",
     "distillation.enabled=True": "distillation",
     "critic.strategy=treecp": "critic",
+    "critic.enable=True": "critic.enable=True",
+    "algorithm.adv_estimator=gae": "algorithm.adv_estimator=gae",
     "trainer.use_v1=False": "use_v1",
     "trainer.backend=fsdp": "valid values",
     "ray_kwargs.ray_init.num_gpus=1": "slots",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
@@ -42,11 +42,6 @@ class _RunsWithoutPinnedMemory:
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
 class FSDP2EngineOnCPU(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
     """verl's own engine, so that ``trainer.backend=fsdp2`` compares like with like where there is no CUDA."""
-
-
-@EngineRegistry.register(model_type="value_model", backend="fsdp2", device="cpu")
-class FSDP2CriticEngineOnCPU(_RunsWithoutPinnedMemory, FSDPEngineWithValueHead):
-    """verl's own critic engine."""
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ def check_config(config: DictConfig) -> None:
         ConfigError: the first such key.
     """
     _check_backend(config)
+    _check_critic(config)
     actor = config.actor_rollout_ref.actor
     TreeCPOptions.from_mapping(OmegaConf.select(config, OPTIONS_KEY))
     if actor.strategy != "treecp":
@@ -252,6 +253,17 @@ def _check_backend(config: DictConfig) -> None:
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in BACKENDS:
         raise ConfigError(unknown_backend(f"{_ACTOR}.strategy", strategy))
+
+
+def _check_critic(config: DictConfig) -> None:
+    enabled = config.critic.enable
+    wanted = enabled if enabled is not None else config.algorithm.adv_estimator == "gae"
+    if wanted and config.trainer.device == "cpu":
+        key = "critic.enable=True" if enabled else "algorithm.adv_estimator=gae"
+        raise ConfigError(
+            f"{key} needs a critic, and verl loads critics with flash-attention only, which the CPU does not run; "
+            "use algorithm.adv_estimator=grpo, or platform=cuda"
+        )
 
 
 def unknown_backend(key: str, value: object) -> str:
