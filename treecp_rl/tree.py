@@ -110,6 +110,47 @@ class PackedTrees:
         """[N] values of pairs -> one [R] tensor a row, in the order of ``row_indices``; differentiable."""
         return list(torch.split(pair_values[self.row_pairs], list(self.row_lengths)))
 
+    def with_idle_tokens(self, count: int) -> "PackedTrees":
+        """The same pass with ``count`` more one-token trees that score nothing and serve no row."""
+        stop = self.num_tokens
+        more = torch.zeros(count, dtype=torch.int64, device=self.input_ids.device)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, more]),
+            position_ids=torch.cat([self.position_ids, more]),
+            nodes=(*self.nodes, *(Node(-1, stop + i, stop + i + 1, stop + i + 1) for i in range(count))),
+        )
+
+    def cut(self, own_tokens: torch.Tensor) -> tuple["PackedTrees", torch.Tensor]:
+        """What one rank runs of the pass.
+
+        Args:
+            own_tokens: [T'] int64 ascending packed tokens of the rank.
+
+        Returns:
+            Its tokens with the pairs they predict (and no rows: those need all ranks' pairs), and the pass's
+            number of each of these pairs.
+        """
+        local_of = torch.full((self.num_tokens,), -1, dtype=torch.int64, device=self.input_ids.device)
+        local_of[own_tokens] = torch.arange(len(own_tokens), device=self.input_ids.device)
+        scored_here = local_of[self.scored_positions] >= 0
+        pairs = scored_here[self.pair_position].nonzero().squeeze(1)
+        renumbered = scored_here.cumsum(0) - 1
+        local = replace(
+            self,
+            input_ids=self.input_ids[own_tokens],
+            position_ids=self.position_ids[own_tokens],
+            nodes=(),
+            scored_positions=local_of[self.scored_positions[scored_here]],
+            position_temperature=self.position_temperature[scored_here],
+            pair_position=renumbered[self.pair_position[pairs]],
+            pair_label=self.pair_label[pairs],
+            row_indices=(),
+            row_lengths=(),
+            row_pairs=self.row_pairs[:0],
+        )
+        return local, pairs
+
     def to(self, device: torch.device | str) -> "PackedTrees":
         """The same pass with its tensors on ``device``."""
         tensors: dict[str, Any] = {

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from treecp_rl.attention.program import compile_program
 from treecp_rl.attention.huggingface import PROGRAM_KEY
-from treecp_rl.collectives import max_over_ranks
+from treecp_rl.attention.program import Program, compile_program
+from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores
 from treecp_rl.engine.head import HeadOptions, scoring_head
-from treecp_rl.planner.batch import pack_into_passes
-from treecp_rl.planner.lower import lower_local
+from treecp_rl.plan import Decision
+from treecp_rl.planner.batch import Mode, decide, pack_into_passes
+from treecp_rl.planner.check import check
+from treecp_rl.planner.lower import lower, lower_local
 from treecp_rl.tree import PackedTrees, ReplayTree, Row, Share, dummy_pack, fold, pack, split_tree
 
 Pass = tuple[ReplayTree, ...]
@@ -26,6 +28,17 @@ class PassOptions:
     head: HeadOptions = field(default_factory=HeadOptions)
     kernel: str = "auto"
     """Attention kernel by name; "auto" takes the fast one of the device."""
+    mode: Mode = "auto"
+    """How a pass is cut over the ranks of a domain, see ``planner.batch.decide``."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that share one plan, seen from one of them. They hold the same rows."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ def run_passes(
     *,
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
+    domain: Domain | None = None,
     forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     sync_context: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext(),
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
@@ -119,6 +133,8 @@ def run_passes(
             the whole batch so that shares add up. None: forward only.
         options: what to compute of each token.
         group: ranks whose passes run in lockstep; None is the default group, if one exists.
+        domain: ranks that hold these same rows and share each pass; None: this rank alone. Their gradients
+            average to the batch's, as a sharded model's do over all of its ranks.
         forward_context: entered around each forward and loss (autocast).
         sync_context: entered around each pass with ``is_last`` (gradient synchronisation).
         backward: how a loss is differentiated (a gradient scaler's, say).
@@ -127,39 +143,84 @@ def run_passes(
         The counts of the step and, without a loss, the detached scores.
     """
     num_passes = max_over_ranks(len(plan.passes), group)
+    packs = [pack(trees) for trees in plan.passes] + [dummy_pack()] * (num_passes - len(plan.passes))
+    shares = [rank_share(packed, options, domain) for packed in packs]
+    if domain is not None:
+        require_equal_digest("".join(share.digest for share in shares), domain.group)
     collected: list[RowScores] = []
-    pad_tokens = 0
-    for index in range(num_passes):
-        is_dummy = index >= len(plan.passes)
-        packed = (dummy_pack() if is_dummy else pack(plan.passes[index])).to(device)
-        pad_tokens += packed.num_tokens if is_dummy else 0
+    for index, (packed, share) in enumerate(zip(packs, shares, strict=True)):
+        packed = packed.to(device)
         with sync_context(index == num_passes - 1), torch.set_grad_enabled(loss_fn is not None):
             with forward_context():
-                pair_scores = forward_pass(model, packed, options)
-                if loss_fn is not None:
-                    loss = (
-                        pair_scores.sum() * 0.0
-                        if is_dummy
-                        else loss_fn(unfold_scores(packed, pair_scores, options))
+                pair_scores = forward_pass(model, share, options, device)
+                if domain is not None:
+                    pair_scores = share_scores(
+                        pair_scores, share.pairs.to(device), len(packed.pair_label), domain.group
                     )
+                scores = unfold_scores(packed, pair_scores, options)
+                if loss_fn is not None:
+                    loss = loss_fn(scores) if scores.row_indices else pair_scores.sum() * 0.0
             if loss_fn is not None:
-                backward(loss)
-            elif not is_dummy:
-                collected.append(unfold_scores(packed, pair_scores, options))
-    return _report(plan, num_passes, pad_tokens, collected)
+                # A rank's gradient is its own pairs' part of the loss; the average over ranks must be the sum.
+                backward(loss if domain is None else loss * domain.size)
+            elif scores.row_indices:
+                collected.append(scores)
+    return _report(plan, shares, collected)
 
 
-def forward_pass(model: torch.nn.Module, packed: PackedTrees, options: PassOptions) -> torch.Tensor:
-    """One forward of the model over packed trees: [Q,N] scores, Q as in ``options.head.quantities``."""
-    program = compile_program(lower_local(packed.nodes), kernel=options.kernel)
-    with scoring_head(model.get_output_embeddings(), packed, options.head):
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank runs of a pass."""
+
+    local: PackedTrees
+    """Its tokens, and the pairs they predict."""
+    pairs: torch.Tensor
+    """[n] the pass's number of each of those pairs."""
+    program: Program
+    digest: str
+    """Of the schedule, equal on all ranks of the domain."""
+    pad_tokens: int
+    """Tokens here that serve no row."""
+
+
+def rank_share(packed: PackedTrees, options: PassOptions, domain: Domain | None) -> RankShare:
+    """Decide and lower a pass for the domain, and cut out this rank's part."""
+    is_dummy = not packed.row_indices
+    if domain is None or domain.size == 1:
+        schedule = lower_local(packed.nodes)
+        program = compile_program(schedule, kernel=options.kernel)
+        pairs = torch.arange(len(packed.pair_label))
+        return RankShare(packed, pairs, program, schedule.digest, packed.num_tokens if is_dummy else 0)
+    roots = [node for node in packed.nodes if node.parent < 0]
+    decisions = decide([node.subtree_stop - node.start for node in roots], domain.size, options.mode)
+    schedule = lower(packed.nodes, decisions, domain.size)
+    idle = sorted(set(range(domain.size)) - {segment.rank for segment in schedule.segments})
+    if idle:
+        # A layer cannot run on zero tokens, and every rank must enter every layer.
+        packed = packed.with_idle_tokens(len(idle))
+        decisions = (*decisions, *(Decision("local", first_rank=rank) for rank in idle))
+        schedule = lower(packed.nodes, decisions, domain.size)
+    check(schedule, packed.nodes)
+    own = [torch.arange(s.start, s.stop) for s in schedule.segments if s.rank == domain.rank]
+    local, pairs = packed.cut(torch.cat(own))
+    program = compile_program(schedule, domain.rank, options.kernel, domain.group)
+    pad_tokens = local.num_tokens if is_dummy else int(domain.rank in idle)
+    return RankShare(local, pairs, program, schedule.digest, pad_tokens)
+
+
+def forward_pass(
+    model: torch.nn.Module, share: RankShare, options: PassOptions, device: torch.device | str
+) -> torch.Tensor:
+    """One forward of the model over a rank's tokens: [Q,n] scores of its pairs, Q as in the head's options."""
+    local = share.local.to(device)
+    with scoring_head(model.get_output_embeddings(), local, options.head):
         output = model(
-            input_ids=packed.input_ids.unsqueeze(0),
-            position_ids=packed.position_ids.unsqueeze(0),
+            input_ids=local.input_ids.unsqueeze(0),
+            position_ids=local.position_ids.unsqueeze(0),
             attention_mask=None,
             use_cache=False,
-            logits_to_keep=packed.scored_positions,
-            **{PROGRAM_KEY: program},
+            logits_to_keep=local.scored_positions,
+            **{PROGRAM_KEY: share.program},
         )
     return output.logits.squeeze(0)
 
@@ -172,13 +233,13 @@ def unfold_scores(packed: PackedTrees, pair_scores: torch.Tensor, options: PassO
     return RowScores(row_indices=packed.row_indices, **per_row)
 
 
-def _report(plan: PassPlan, num_passes: int, pad_tokens: int, scores: Sequence[RowScores]) -> StepReport:
+def _report(plan: PassPlan, shares: Sequence[RankShare], scores: Sequence[RowScores]) -> StepReport:
     trees = [tree for trees_of_pass in plan.passes for tree in trees_of_pass]
     return StepReport(
         tokens_computed=sum(tree.num_tokens for tree in trees),
         tokens_flat=sum(tree.num_flat_tokens for tree in trees),
-        pad_tokens=pad_tokens,
-        num_passes=num_passes,
+        pad_tokens=sum(share.pad_tokens for share in shares),
+        num_passes=len(shares),
         num_groups=plan.num_groups,
         num_rows=sum(len(tree.rows) for tree in trees),
         num_groups_without_reuse=plan.num_groups_without_reuse,

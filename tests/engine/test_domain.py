@@ -1,0 +1,120 @@
+"""Proves that a pass cut over ranks equals the same pass on one rank, through FSDP2, for every kind of plan."""
+
+import tempfile
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+
+from treecp_rl.engine.capabilities import prepare_model
+from treecp_rl.engine.head import HeadOptions
+from treecp_rl.engine.passes import Domain, PassOptions, plan_passes, run_passes
+from treecp_rl.errors import PlanError
+from treecp_rl.tree import Row
+from treecp_rl.verify.models import random_model, tiny_config
+from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
+
+MODES = ("auto", "gather", "ring", "tree_move_kv", "move_q")
+BOUND = 1e-12
+HEAD = HeadOptions(entropy=True, chunk_tokens=16)
+
+
+def rows_of(name):
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(count):
+        return torch.randint(1, 97, (count,), generator=generator)
+
+    if name == "one valid token":
+        return [Row("a", tokens(70), tokens(1))]
+    if name == "7 and 29":
+        return [Row("a", tokens(7), tokens(29)), Row("a", tokens(0 + 7), tokens(7))]
+    prompt, stem = tokens(140), tokens(20)
+    ends = [tokens(9), tokens(1), torch.cat([stem, tokens(70)]), torch.cat([stem, tokens(2)]), tokens(0)]
+    return [Row("a", prompt, end) for end in ends] + [Row("b", tokens(3), tokens(4)) for _ in range(2)]
+
+
+CASES = ("ragged", "7 and 29", "one valid token")
+
+
+def loss_of(scores):
+    """Not a sum over tokens: each row's mean enters through tanh, so rows must be whole on every rank."""
+    rows = zip(scores.log_probs, scores.entropy, strict=True)
+    return sum(torch.tanh(lp.mean()) + 0.1 * (h * h).sum() for lp, h in rows if len(lp))
+
+
+def fresh_model(sharded, reshard=True):
+    model = random_model(tiny_config(97, hidden_size=64, num_layers=2), torch.float64, drawn_in=torch.float64)
+    prepare_model(model)
+    model.train()
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+    return model
+
+
+def step(model, rows, domain=None, mode="auto"):
+    @contextmanager
+    def sync(is_last):
+        if domain is not None:
+            model.set_requires_gradient_sync(is_last)
+        yield
+
+    model.zero_grad(set_to_none=True)
+    plan = plan_passes(rows, share="prefix", tokens_per_pass=400)
+    options = PassOptions(HEAD, mode=mode)
+    old = run_passes(model, plan, None, options, domain=domain)
+    report = run_passes(model, plan, loss_of, options, domain=domain, sync_context=sync)
+    return old, report, gradients_of(model)
+
+
+def run_rank(rank, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    domain = Domain(rank, world_size, dist.group.WORLD)
+    found = {}
+    for checkpointing, reshard in ((False, True), (True, False)):
+        model = fresh_model(sharded=True, reshard=reshard)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for case in CASES:
+            for mode in MODES:
+                old, report, gradients = step(model, rows_of(case), domain, mode)
+                log_probs = [values for scores in old.scores for values in scores.log_probs]
+                found[case, mode, checkpointing] = (log_probs, gradients, report.pad_tokens)
+    found["digest"] = refusal_of_unequal_plans(fresh_model(sharded=True), domain)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def refusal_of_unequal_plans(model, domain):
+    """Ranks that were given different rows."""
+    tokens = torch.arange(1, 60 + domain.rank)
+    try:
+        step(model, [Row("a", tokens, tokens)], domain, "gather")
+    except PlanError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_pass_over_ranks_equals_one_rank(world_size):
+    expected = {}
+    for case in CASES:
+        old, _, gradients = step(fresh_model(sharded=False), rows_of(case))
+        expected[case] = ([values for scores in old.scores for values in scores.log_probs], gradients)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
+        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
+    for found in ranks:
+        digest = found.pop("digest")
+        assert "different plans" in digest and "on ranks [0]" in digest
+        for (case, *_), (log_probs, gradients, _) in found.items():
+            for ours, dense in zip(log_probs, expected[case][0], strict=True):
+                assert torch.allclose(ours, dense, rtol=0, atol=1e-12)
+            assert max_relative_gradient_error(gradients, expected[case][1]).error <= BOUND
+    assert sum(found["one valid token", "auto", False][2] for found in ranks) <= world_size - 1
