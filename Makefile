@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
 
-.PHONY: env train train-vllm test lint bench clean
+.PHONY: env peers train train-vllm test lint bench clean
 
 env: $(STAMP)
 
@@ -18,6 +18,13 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
+# What benchmarks compare with; their tests run where it is installed.
+peers: $(VENV)/.peers
+
+$(VENV)/.peers: requirements/peers.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
 train: env
 	$(BIN)/python -m recipes.grpo_reasoning_gym.main $(ARGS)
 
@@ -26,7 +33,7 @@ train-vllm:
 	PYTHON=$(PYTHON) recipes/vllm_cpu/make_env.sh .venv-vllm
 	.venv-vllm/bin/python -m recipes.vllm_cpu.main $(ARGS)
 
-test: env lint
+test: peers lint
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: env
@@ -35,7 +42,7 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: env
+bench: peers
 	$(BIN)/treecp-rl bench step $(ARGS)
 
 clean:
