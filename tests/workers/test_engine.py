@@ -168,16 +168,19 @@ def test_group_shapes(pools, model_path, shape, share):
     assert_same_step(pools[1], model_path, SHAPES[shape], treecp_options=options)
 
 
-def test_rows_without_a_response_change_nothing(pools, model_path):
-    """verl's own engine cannot pad a batch whose rows are all empty, so the reference is the batch without them."""
+@pytest.mark.parametrize("micro_rows", [1, -1])
+def test_rows_without_a_response_change_nothing(pools, model_path, micro_rows):
+    """Alone in a pass as well, which verl's losses cannot pad; the reference is the batch without them."""
     rows = (Group("a", 9, (4, 6)),)
-    with_empty = (Group("a", 9, (4, 6)), Group("e", 5, (0, 0)))
-    (expected,) = results(pools[1], engine_cases.update, "treecp", model_path, Case(ranks=(rows,)))
-    (found,) = results(
-        pools[1], engine_cases.update, "treecp", model_path, Case(ranks=(with_empty,), micro_rows=-1)
+    with_empty = Case(
+        ranks=((*rows, Group("e", 15, (0, 0))),), micro_rows=micro_rows, extra={"global_batch_size": 2}
     )
+    (expected,) = results(pools[1], engine_cases.update, "treecp", model_path, Case(ranks=(rows,)))
+    (found,) = results(pools[1], engine_cases.update, "treecp", model_path, with_empty)
     assert found.loss == pytest.approx(expected.loss, rel=BOUND)
     assert worst_relative(found.grads, expected.grads) <= BOUND
+    (scores,) = results(pools[1], engine_cases.log_probs, "treecp", model_path, with_empty)
+    assert [len(row) for row in scores["log_probs"]] == [13, 15, 15, 15]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
