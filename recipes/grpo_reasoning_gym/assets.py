@@ -2,7 +2,7 @@
 
     python -m recipes.grpo_reasoning_gym.assets [--seed N]      makes them once, prints where they lie
 
-The directory's name holds a digest of all options: other options, other directory.
+The directory's name holds a digest of all options and of the code: other questions or another model, another directory.
 """
 
 import argparse
@@ -37,8 +37,11 @@ class AssetOptions:
 
     @property
     def digest(self) -> str:
-        """Eight hex digits that change with any option."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        """Eight hex digits that change with any option, and with the code that makes the assets."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
+        for module in (task, tokenizer, warm_start):
+            digest.update(Path(module.__file__).read_bytes())
+        return digest.hexdigest()[:8]
 
 
 def ensure(options: AssetOptions, report: Callable[[str], None] = print) -> Path:

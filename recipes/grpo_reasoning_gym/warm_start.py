@@ -6,6 +6,7 @@ left to GRPO. No held-out question takes part, neither in training nor in decidi
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,24 @@ def train(
     tokenizer: PreTrainedTokenizerFast, task_options: TaskOptions, options: WarmStartOptions, report=print
 ) -> tuple[PreTrainedModel, WarmStartReport]:
     """Trains a new model on answers alone; `report` gets one line per probe."""
+    with _one_thread():
+        return _train(tokenizer, task_options, options, report)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # At this size a second thread gains nothing, and sums come out the same whatever number of cores there is.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(
+    tokenizer: PreTrainedTokenizerFast, task_options: TaskOptions, options: WarmStartOptions, report
+) -> tuple[PreTrainedModel, WarmStartReport]:
     torch.manual_seed(options.seed)
     model = Qwen2ForCausalLM(model_config(tokenizer, options.attention_heads))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
