@@ -104,6 +104,9 @@ def _add_bench_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="torch threads (default 1: CPU time is then work done)"
     )
+    parser.add_argument(
+        "--tuned-prefix-grouper", action="store_true", help="give the peer a causal kernel for prompts"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON only")
     parser.set_defaults(command=_bench_step)
 
@@ -157,6 +160,7 @@ def _bench_step(options: argparse.Namespace) -> int:
             vocab_size=options.vocab_size,
             repeats=options.repeats,
             threads=options.threads,
+            tuned_peer=options.tuned_prefix_grouper,
         ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -20,12 +20,14 @@ from treecp_rl.tree import Row, fold, pack
 _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 32
 
 
-def attention_bytes(prompt: int, response: int, group_size: int) -> dict[str, int]:
+def attention_bytes(
+    prompt: int, response: int, group_size: int, *, tuned_peer: bool = False
+) -> dict[str, int]:
     """Engine name -> peak bytes."""
     return {
         "treecp": _treecp(prompt, response, group_size),
         "flat": _flat(prompt, response, group_size),
-        "prefix_grouper": _prefix_grouper(prompt, response, group_size),
+        "prefix_grouper": _prefix_grouper(prompt, response, group_size, tuned_peer),
     }
 
 
@@ -50,14 +52,14 @@ def _flat(prompt: int, response: int, group_size: int) -> int:
     )
 
 
-def _prefix_grouper(prompt: int, response: int, group_size: int) -> int:
+def _prefix_grouper(prompt: int, response: int, group_size: int, tuned: bool) -> int:
     from prefix_grouper import PrefixGrouper
 
     from treecp_rl.bench.prefix_grouper import bottom_right_masks, prefix_grouper_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         grouper = PrefixGrouper([[prompt, *[response] * group_size]])
-        grouper.masks = bottom_right_masks(grouper)
+        grouper.masks = bottom_right_masks(grouper, causal_prompt=tuned)
         return prefix_grouper_attention(_layer(), q, k, v, None, prefix_grouper=grouper)[0]
 
     return _peak(prompt + response * group_size, attend)

@@ -166,10 +166,11 @@ def build_stock(model: Path, remove_padding: bool) -> Any:
     return _build(FSDP2EngineOnCPU, model, remove_padding=remove_padding)
 
 
-def build_prefix_grouper(model: Path) -> Any:
-    from treecp_rl.bench.prefix_grouper import PrefixGrouperEngine
+def build_prefix_grouper(model: Path, *, tuned: bool) -> Any:
+    from treecp_rl.bench.prefix_grouper import PrefixGrouperEngine, TunedPrefixGrouperEngine
 
-    return _build(PrefixGrouperEngine, model, remove_padding=False)
+    engine_class = TunedPrefixGrouperEngine if tuned else PrefixGrouperEngine
+    return _build(engine_class, model, remove_padding=False)
 
 
 def _build(engine_class: type, model: Path, *, remove_padding: bool) -> Any:

@@ -1,10 +1,9 @@
 """verl's FSDP2 engine with PrefixGrouper inside: the peer that also computes a prompt once.
 
-verl 0.9.1 still ships the grouping helpers but no engine that calls them, so this one does. PrefixGrouper
-hands its attention function 2-D padding masks, which flash-attn understands; torch's attention needs the
-4-D bottom-right causal mask, which is built here once a forward. Where no token is padding the prompt's own
-attention runs with is_causal and no mask, which is faster than PrefixGrouper's default: the peer gets its
-best settings.
+verl 0.9.1 still ships the grouping helpers but no engine that calls them, so this one does. PrefixGrouper hands
+its attention function a padding mask for the prompt and one for the responses, as flash-attn takes them; torch's
+attention needs each as a 4-D bottom-right causal mask, built here once a forward. `TunedPrefixGrouperEngine` is
+kinder than the package can be: where no prompt token is padding, the prompt runs with is_causal and no mask.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ PAD_ID = 0
 class PrefixGrouperEngine(FSDP2EngineOnCPU):
     """One micro-batch holds whole groups, rows of a group side by side, prompts free of the pad id."""
 
+    causal_prompt = False
+
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         AttentionInterface.register(ATTENTION_NAME, prefix_grouper_attention)
@@ -45,7 +46,7 @@ class PrefixGrouperEngine(FSDP2EngineOnCPU):
         grouper, tokens, attention_mask, positions, responses, mask = build_pg_from_micro_batch(
             _padded(micro_batch), pad_token_id=PAD_ID
         )
-        grouper.masks = bottom_right_masks(grouper)
+        grouper.masks = bottom_right_masks(grouper, causal_prompt=self.causal_prompt)
         log_probs, entropy, _ = pg_forward(
             self.module,
             grouper,
@@ -74,6 +75,12 @@ class PrefixGrouperEngine(FSDP2EngineOnCPU):
         return loss, output
 
 
+class TunedPrefixGrouperEngine(PrefixGrouperEngine):
+    """The same, with the prompt's mask left out where it may be."""
+
+    causal_prompt = True
+
+
 def prefix_grouper_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -94,13 +101,15 @@ def prefix_grouper_attention(
     return prefix_grouper.forward(attend, query, key, value), None
 
 
-def bottom_right_masks(grouper: PrefixGrouper) -> tuple[Tensor | None, Tensor]:
-    """(prompt mask or None, response mask): [b,1,queries,keys], True where a query may look."""
-    prefix = grouper.prefix_attn_mask
-    suffix = grouper.suffix_attn_mask
-    suffix_queries = suffix.shape[1] - prefix.shape[1]
-    prompt_mask = None if bool(prefix.all()) else _causal(prefix, prefix.shape[1])
-    return prompt_mask, _causal(suffix, suffix_queries)
+def bottom_right_masks(grouper: PrefixGrouper, *, causal_prompt: bool) -> tuple[Tensor | None, Tensor]:
+    """(prompt mask, response mask): [b,1,queries,keys], True where a query may look.
+
+    With `causal_prompt` the first is None where nothing is padded: torch then runs its causal kernel.
+    """
+    prefix, suffix = grouper.prefix_attn_mask, grouper.suffix_attn_mask
+    without = causal_prompt and bool(prefix.all())
+    prompt_mask = None if without else _causal(prefix, prefix.shape[1])
+    return prompt_mask, _causal(suffix, suffix.shape[1] - prefix.shape[1])
 
 
 def _causal(padding: Tensor, queries: int) -> Tensor:

@@ -56,6 +56,8 @@ class BenchOptions:
     vocab_size: int = 4096
     repeats: int = 3
     threads: int = 1
+    tuned_peer: bool = False
+    """Give PrefixGrouper the causal kernel for prompts, which its padding masks do not allow it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class BenchReport:
             "vocab_size": self.options.vocab_size,
             "repeats": self.options.repeats,
             "threads": self.options.threads,
+            "tuned_prefix_grouper": self.options.tuned_peer,
             "machine": {
                 "processor": platform.machine(),
                 "cores": os.cpu_count(),
@@ -193,7 +196,7 @@ def _measure_case(
     progress(f"prompt {prompt}, response {response}: warming up")
     whole = {"use_remove_padding": False, "micro_batch_size_per_gpu": options.group_size}
     treecp = Contestant(TREECP, build_treecp(model), whole)
-    grouper = Contestant(PREFIX_GROUPER, build_prefix_grouper(model), whole)
+    grouper = Contestant(PREFIX_GROUPER, build_prefix_grouper(model, tuned=options.tuned_peer), whole)
     norms = {treecp.name: _first_update(treecp, batch), grouper.name: _first_update(grouper, batch)}
     flat, settings, norms[FLAT] = _best_stock(model, batch, options.group_size, progress)
     _require_equal_norms(norms)
@@ -209,7 +212,7 @@ def _measure_case(
         flat_settings=settings,
         timings={c.name: _median_timing([one[c.name] for one in rounds]) for c in contestants},
         peak_bytes={c.name: _peak_of_step(c, batch) for c in contestants},
-        attention_bytes=attention_bytes(prompt, response, options.group_size),
+        attention_bytes=attention_bytes(prompt, response, options.group_size, tuned_peer=options.tuned_peer),
     )
 
 
