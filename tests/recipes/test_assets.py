@@ -20,7 +20,7 @@ SHORT = WarmStartOptions(max_steps=2, probe_every=2, probe_questions=4, stop_at_
 @pytest.fixture
 def short_warm_start(monkeypatch):
     """Two supervised steps in place of about ninety; everything else as it is."""
-    monkeypatch.setattr(assets, "WarmStartOptions", lambda seed: replace(SHORT, seed=seed))
+    monkeypatch.setattr(assets, "WarmStartOptions", lambda **options: replace(SHORT, **options))
 
 
 def test_same_options_same_files(tmp_path, short_warm_start):
