@@ -167,7 +167,7 @@ def build_stock(model: Path, remove_padding: bool) -> Any:
 
 
 def build_prefix_grouper(model: Path, *, tuned: bool) -> Any:
-    from treecp_rl.bench.prefix_grouper import PrefixGrouperEngine, TunedPrefixGrouperEngine
+    from treecp_rl.bench.prefix_grouper_engine import PrefixGrouperEngine, TunedPrefixGrouperEngine
 
     engine_class = TunedPrefixGrouperEngine if tuned else PrefixGrouperEngine
     return _build(engine_class, model, remove_padding=False)
