@@ -225,6 +225,29 @@ def test_a_group_split_over_ranks_gives_the_same_gradients(pools, model_path):
     assert_same_step(pools[2], model_path, Case(ranks=ranks))
 
 
+@pytest.mark.parametrize("mode", ["auto", "gather", "move_q"])
+def test_a_domain_of_two_ranks_equals_the_stock_engine_on_one(pools, model_path, mode):
+    """Both ranks get the same rows and share each pass; the gradients are those of one rank alone."""
+    groups = (Group("a", 150, (40, 90, 3)), Group("b", 9, (4, 5)))
+    alone, shared = (Case(ranks=(groups,) * ranks, micro_rows=-1, entropy=True) for ranks in (1, 2))
+    expected = results(pools[1], engine_cases.update, "fsdp2", model_path, alone)
+    options = {"treecp": TreeCPOptions(domain_size=2, mode=mode)}
+    found = results(pools[2], engine_cases.update, "treecp", model_path, shared, options)
+    assert found[0].loss == pytest.approx(expected[0].loss, rel=BOUND, abs=BOUND)
+    assert worst_relative(found[0].grads, expected[0].grads) <= BOUND
+    dense = results(pools[1], engine_cases.log_probs, "fsdp2", model_path, alone)[0]["log_probs"]
+    for rank in results(pools[2], engine_cases.log_probs, "treecp", model_path, shared, options):
+        for ours, row, prompt in zip(rank["log_probs"], dense, (150, 150, 150, 9, 9), strict=True):
+            assert torch.allclose(ours[prompt - 1 : -1], row[prompt - 1 : -1], atol=1e-5)
+
+
+def test_a_domain_that_does_not_divide_the_world_is_refused(pools, model_path):
+    options = {"treecp": TreeCPOptions(domain_size=3)}
+    for outcome in pools[2].run(engine_cases.log_probs, "treecp", model_path, case_of(2), options):
+        assert isinstance(outcome, ConfigError)
+        assert "domain_size=3 does not divide 2 training processes; choose one of 1, 2" in str(outcome)
+
+
 def test_a_rank_without_rows_joins_in(pools, model_path):
     groups = two_groups(0)
     (alone,) = results(pools[1], engine_cases.update, "treecp", model_path, Case(ranks=(groups,)))

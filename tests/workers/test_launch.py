@@ -164,6 +164,8 @@ REFUSED = {
     "actor_rollout_ref.actor.worker_cls=no_such_module.Worker": "cannot import",
     "actor_rollout_ref.actor.treecp.share=everything": "share='everything'",
     "actor_rollout_ref.actor.treecp.tokens_per_rank=0": "tokens_per_rank=0",
+    "actor_rollout_ref.actor.treecp.mode=ringg": "auto, local, gather, ring, tree_move_kv, move_q",
+    "actor_rollout_ref.actor.treecp.domain_size=5": "domain_size=5 does not divide",
     "+actor_rollout_ref.actor.treecp.shares=1": "valid keys",
     "distillation.enabled=True": "distillation",
     "critic.strategy=treecp": "critic",

@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
-from treecp_rl.engine.passes import PassOptions, PassPlan, RowScores, plan_passes, run_passes
+from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, RowScores, plan_passes, run_passes
 from treecp_rl.errors import BatchError, ConfigError
 from treecp_rl.workers import convert
 from treecp_rl.workers.launch import engine_refusals
@@ -70,6 +70,24 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
+    def _init_device_mesh(self) -> None:
+        self.domain, self._data_parallel_group = _join_domain(self.options)
+        super()._init_device_mesh()
+
+    # Ranks of a domain are one data-parallel rank to verl: they get the same rows, the first one answers.
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank() // self.options.domain_size
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size() // self.options.domain_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data_parallel_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.domain is None or self.domain.rank == 0
+
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         prepare_model(module)
@@ -80,7 +98,7 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
     ) -> dict[str, Any]:
         """One step over this rank's rows: forward, verl's loss, and backward unless ``forward_only``.
 
-        Every rank of the data-parallel group enters together, with any number of rows.
+        Every rank enters together, with any number of rows; those of a domain with the same rows.
 
         Returns:
             As verl's engines: ``model_output`` (jagged, in the caller's row order), ``loss``, ``metrics``.
@@ -111,9 +129,9 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
             self.module,
             step.plan,
             None if forward_only else loss_of,
-            PassOptions(head),
+            PassOptions(head, mode=self.options.mode),
             device=get_device_id(),
-            group=self.get_data_parallel_group(),
+            domain=self.domain,
             forward_context=self._autocast,
             sync_context=self._gradient_sync(forward_only),
         )
@@ -137,18 +155,20 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         try:
             batch = convert.read_batch(data)
             budget = convert.token_budget(data, self.options.tokens_per_rank, batch.longest_row)
+            budget *= self.options.domain_size
             plan = plan_passes(batch.rows, share=self.options.share, tokens_per_pass=budget)
             mine = [batch.num_loss_tokens, int(not batch.rows), 0]
         except Exception as error:
             failure, mine = error, [0, 0, 1]
         totals = torch.tensor(mine, dtype=torch.int64, device=get_device_id())
-        dist.all_reduce(totals, group=self.get_data_parallel_group())
+        dist.all_reduce(totals)
         num_loss_tokens, num_idle, num_failures = totals.tolist()
         if failure is not None:
             raise failure
         if num_failures:
             raise BatchError(f"{num_failures} other rank(s) refused their rows; their message says why")
-        return Step(batch, plan, num_loss_tokens, num_idle > 0)
+        # A domain's ranks have counted the same rows.
+        return Step(batch, plan, num_loss_tokens // self.options.domain_size, num_idle > 0)
 
     def _autocast(self) -> AbstractContextManager[None]:
         """As verl's engine: mixed precision by autocast, none at all in fp32."""
@@ -160,6 +180,25 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         if forward_only:
             return lambda is_last: nullcontext()
         return lambda is_last: self._gradient_sync_context(is_last_micro_batch=is_last)
+
+
+def _join_domain(options: TreeCPOptions) -> tuple[Domain | None, dist.ProcessGroup]:
+    """This rank's domain (None if it is alone) and the data-parallel group across domains.
+
+    Every rank calls it together: groups are made by all ranks in the same order.
+
+    Raises:
+        ConfigError: the domain does not divide the world.
+    """
+    domain_size, world_size, rank = options.domain_size, dist.get_world_size(), dist.get_rank()
+    options.require_domain_divides(world_size)
+    if domain_size == 1:
+        return None, dist.group.WORLD
+    starts = range(0, world_size, domain_size)
+    domains = [dist.new_group(list(range(start, start + domain_size))) for start in starts]
+    across = [dist.new_group(list(range(first, world_size, domain_size))) for first in range(domain_size)]
+    domain = Domain(rank % domain_size, domain_size, domains[rank // domain_size])
+    return domain, across[rank % domain_size]
 
 
 def _detached(scores: RowScores) -> RowScores:

@@ -188,13 +188,14 @@ def check_config(config: DictConfig) -> None:
     _check_backend(config)
     _check_critic(config)
     actor = config.actor_rollout_ref.actor
-    TreeCPOptions.from_mapping(OmegaConf.select(config, OPTIONS_KEY))
+    options = TreeCPOptions.from_mapping(OmegaConf.select(config, OPTIONS_KEY))
     if actor.strategy != "treecp":
         if OmegaConf.select(config, f"{_ACTOR}.worker_cls"):
             raise ConfigError(f"{_ACTOR}.worker_cls={actor.worker_cls} needs trainer.backend=treecp")
         return
     for refusal in refusals(config):
         raise ConfigError(refusal)
+    options.require_domain_divides(int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes))
     check_worker_name(OmegaConf.select(config, f"{_ACTOR}.worker_cls") or DEFAULT_WORKER)
 
 

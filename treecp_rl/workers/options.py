@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from treecp_rl.errors import ConfigError
+from treecp_rl.planner.batch import Mode
 
 OPTIONS_KEY = "actor_rollout_ref.actor.treecp"
 SHARES = ("prompt", "prefix")
+MODES = get_args(Mode)
 
 
 @dataclass(frozen=True)
@@ -17,18 +19,38 @@ class TreeCPOptions:
     share: str = "prompt"
     """What is computed once: "prompt", or "prefix" for what responses have in common as well."""
     tokens_per_rank: int | None = None
-    """Most packed tokens of one forward on one rank; None: derived from verl's micro-batch options."""
+    """Most packed tokens of one forward, a rank (on average over a domain); None: derived from verl's micro-batch
+    options."""
     head_chunk_tokens: int = 1024
     """Positions whose logits exist at one time."""
+    domain_size: int = 1
+    """Ranks that share each pass (context parallelism); divides the number of training processes."""
+    mode: str = "auto"
+    """How a pass is cut over a domain: "auto", or one kind of plan forced on every tree."""
 
     def __post_init__(self) -> None:
         if self.share not in SHARES:
             raise ConfigError(f"{OPTIONS_KEY}.share={self.share!r} is not one of {', '.join(SHARES)}")
-        for name in ("tokens_per_rank", "head_chunk_tokens"):
+        if self.mode not in MODES:
+            raise ConfigError(f"{OPTIONS_KEY}.mode={self.mode!r} is not one of {', '.join(MODES)}")
+        for name in ("tokens_per_rank", "head_chunk_tokens", "domain_size"):
             value = getattr(self, name)
             allowed = value is None and name == "tokens_per_rank"
             if not allowed and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{OPTIONS_KEY}.{name}={value!r} must be a positive whole number")
+
+    def require_domain_divides(self, world_size: int) -> None:
+        """Refuse a domain that does not divide the training processes.
+
+        Raises:
+            ConfigError: with the sizes that do.
+        """
+        if world_size % self.domain_size:
+            fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+            raise ConfigError(
+                f"{OPTIONS_KEY}.domain_size={self.domain_size} does not divide {world_size} training processes; "
+                f"choose one of {', '.join(fitting)}"
+            )
 
     @classmethod
     def from_mapping(cls, options: "Mapping[str, Any] | TreeCPOptions | None") -> "TreeCPOptions":
