@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from treecp_rl.errors import ConfigError, TreeCPError
-from treecp_rl.workers.launch import check_overrides, platform_overrides, prepare, refuse
+from treecp_rl.workers.launch import check_overrides, first_override, platform_overrides, prepare, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_overrides(arguments)
     except TreeCPError as error:
         refuse(error)
-    sys.argv = [sys.argv[0], *platform_overrides(arguments), *arguments]
+    at = first_override(arguments)
+    sys.argv = [sys.argv[0], *arguments[:at], *platform_overrides(arguments), *arguments[at:]]
     hydra.main(config_path="pkg://treecp_rl.configs", config_name="treecp_ppo", version_base=None)(run)()
 
 

@@ -188,6 +188,21 @@ def test_refusals_name_the_key(base_config, override):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "index"),
+    [
+        ([], 0),
+        (["a=1"], 0),
+        (["--config-dir", "d", "--config-name", "n", "a=1", "b=2"], 4),
+        (["a=1", "--cfg", "job"], 0),
+        (["--config-dir=d"], 1),
+        (["--config-name", "n"], 2),
+    ],
+)
+def test_an_added_override_joins_the_others(arguments, index):
+    assert launch.first_override(arguments) == index
+
+
 def test_worker_class_must_be_a_training_worker():
     config = compose_ours("actor_rollout_ref.actor.worker_cls=treecp_rl.workers.options.TreeCPOptions")
     from treecp_rl.workers.trainer import load_worker_class

@@ -96,6 +96,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, object]:
     return overrides
 
 
+def first_override(arguments: Sequence[str]) -> int:
+    """Where overrides begin: Hydra wants them in one run, after or before its flags, never on both sides."""
+    for index, argument in enumerate(arguments):
+        is_flag_value = index > 0 and arguments[index - 1].startswith("-")
+        if "=" in argument and not argument.startswith("-") and not is_flag_value:
+            return index
+    return len(arguments)
+
+
 def platform_overrides(arguments: Sequence[str]) -> list[str]:
     """``platform=cpu`` where the user names no platform and there is no CUDA device; sets verl's environment.
 
