@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from tests.oracle import dense_step, max_relative_gradient_error
 from treecp_rl.bench.memory import peak_bytes
-from treecp_rl.engine.capabilities import prepare_model, require_supported
+from treecp_rl.engine.capabilities import EXACT_MODEL_TYPES, prepare_model, require_supported
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import PassOptions, plan_passes, run_passes
 from treecp_rl.errors import UnsupportedModel
@@ -211,13 +211,30 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {
-    "qwen2": {},
-    "qwen3": {},
+    "arcee": {},
+    "gemma": {},
+    "glm4": _TOKEN_IDS,
+    "hunyuan_v1_dense": {},
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo2": {},
+    "phi3": _TOKEN_IDS | {"sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": _EXPERTS,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": _TOKEN_IDS | {"use_sliding_window": False},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "sliding_window": None},
 }
+
+
+def test_a_family_is_allowed_only_with_a_test():
+    assert set(FAMILIES) == set(EXACT_MODEL_TYPES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,7 +1,7 @@
 """Model config -> ready model, or a refusal that names what cannot run exactly.
 
 A model type is allowed only after its tiny version matched the dense oracle in every gradient
-(tests/engine/test_families.py); features that break the match are looked for one by one.
+(tests/engine/test_exactness.py); features that break the match are looked for one by one.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from treecp_rl.errors import UnsupportedModel
 
 EXACT_MODEL_TYPES = (
     "arcee",
-    "ernie4_5",
     "gemma",
     "glm4",
     "hunyuan_v1_dense",
