@@ -109,3 +109,39 @@ def test_train_hands_everything_on(monkeypatch):
     monkeypatch.setattr(train, "main", received.append)
     assert cli.main(["train", "trainer.backend=treecp", "--cfg", "job"]) == 0
     assert received == [["trainer.backend=treecp", "--cfg", "job"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", "{}", '{"model_type": "qwen9"}', '{"model_type": "qwen2", "hidden_size": -1}']
+)
+def test_a_config_that_describes_no_model_is_one_line(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    assert cli.main(["verify", "--model-config", str(tmp_path / "config.json")]) == 2
+    message = capsys.readouterr().err
+    assert "describes no causal LM" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["a,0,4", "a,-3,4", "a,3,-4", "a,x,4"])
+def test_csv_lengths_are_checked_like_inline_ones(tmp_path, capsys, line):
+    path = tmp_path / "lengths.csv"
+    path.write_text(f"group,prompt,response\n{line}\n")
+    assert cli.main(["verify", "--lengths", str(path)]) == 2
+    assert "lengths.csv:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "--num-layers", "0"),
+        ("verify", "--vocab-size", "-5"),
+        ("bench", "step", "--group-size", "0"),
+        ("bench", "step", "--repeats", "0"),
+        ("bench", "step", "--threads", "0"),
+    ],
+)
+def test_counts_below_one_are_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(arguments))
+    assert stop.value.code == 2
+    assert arguments[-2] in capsys.readouterr().err

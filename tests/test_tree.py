@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treecp_rl.errors import BatchError, RowTooLong
+from treecp_rl.errors import BatchError, ConfigError, RowTooLong
 from treecp_rl.tree import Row, dummy_pack, fold, pack, split_tree
 
 SHARES = ("none", "prompt", "prefix")
@@ -122,6 +122,17 @@ def test_pad_ids_inside_a_prompt_are_tokens_like_any_other():
 def test_an_empty_prompt_is_refused_by_row():
     with pytest.raises(BatchError, match=r"row 1 \(uid b\) has an empty prompt"):
         fold([row("a", [1], [2]), Row("b", torch.empty(0, dtype=torch.int64), torch.tensor([1]))])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_no_divisor_is_refused(temperature):
+    with pytest.raises(BatchError, match=r"row 0 .* has temperature"):
+        fold([row("a", [1], [2], temperature)])
+
+
+def test_an_unknown_share_is_refused():
+    with pytest.raises(ConfigError, match="share='all' is not one of none, prompt, prefix"):
+        fold([row("a", [1], [2])], "all")
 
 
 def test_a_batch_of_empty_responses_scores_nothing():

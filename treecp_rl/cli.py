@@ -63,8 +63,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-config", metavar="PATH", help="config.json or its folder (default: tiny Qwen2)"
     )
-    parser.add_argument("--num-layers", type=int, metavar="N", help="keep only the first N layers")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="another vocabulary size")
+    parser.add_argument("--num-layers", type=_positive, metavar="N", help="keep only the first N layers")
+    parser.add_argument("--vocab-size", type=_positive, metavar="N", help="another vocabulary size")
     parser.add_argument(
         "--lengths",
         metavar="P:R,R;...",
@@ -96,19 +96,27 @@ def _add_bench_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", default="2048:64,512:512,64:2048", metavar="P:R,...", help="prompt:response tokens"
     )
-    parser.add_argument("--group-size", type=int, default=8, metavar="G")
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="V")
+    parser.add_argument("--group-size", type=_positive, default=8, metavar="G")
+    parser.add_argument("--vocab-size", type=_positive, default=4096, metavar="V")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="interleaved rounds a case; medians are reported"
+        "--repeats", type=_positive, default=3, help="interleaved rounds a case; medians are reported"
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="torch threads (default 1: CPU time is then work done)"
+        "--threads", type=_positive, default=1, help="torch threads (default 1: CPU time is then work done)"
     )
     parser.add_argument(
         "--tuned-prefix-grouper", action="store_true", help="give the peer a causal kernel for prompts"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON only")
     parser.set_defaults(command=_bench_step)
+
+
+def _positive(text: str) -> int:
+    """A whole number of 1 or more; argparse turns the refusal into a usage line that names the flag."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number of 1 or more")
+    return number
 
 
 def _train(overrides: list[str]) -> int:

@@ -15,7 +15,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from treecp_rl.errors import ConfigError, TreeCPError
-from treecp_rl.workers.launch import check_overrides, first_override, platform_overrides, prepare, refuse
+from treecp_rl.workers.launch import (
+    check_overrides,
+    first_override,
+    platform_overrides,
+    prepare,
+    refuse,
+    require_prepared,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,6 +48,7 @@ def run(config: DictConfig) -> None:
 def _run(config: DictConfig) -> None:
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         prepare(config)  # Hydra calls LaunchCallback for single runs only
+    require_prepared(config)
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config

@@ -8,13 +8,13 @@ Shapes: T packed tokens, S scored positions, N scored pairs, P / R tokens of one
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from treecp_rl.errors import BatchError, RowTooLong
+from treecp_rl.errors import BatchError, ConfigError, RowTooLong
 from treecp_rl.plan import Node
 
 Share = Literal["none", "prompt", "prefix"]
@@ -174,8 +174,12 @@ def fold(
         Trees in the order in which their first row appears; rows keep the caller's indices.
 
     Raises:
-        BatchError: a row has an empty prompt: nothing would predict its first response token.
+        BatchError: a row has an empty prompt (nothing would predict its first response token), or a
+            temperature that is not above 0.
+        ConfigError: ``share`` is none of these.
     """
+    if share not in get_args(Share):
+        raise ConfigError(f"share={share!r} is not one of {', '.join(get_args(Share))}")
     groups: dict[tuple[object, ...], list[int]] = {}
     for index in range(len(rows)) if members is None else members:
         row = rows[index]
@@ -183,6 +187,11 @@ def fold(
             raise BatchError(
                 f"row {index} (uid {row.uid}) has an empty prompt: nothing predicts its first response token; "
                 "give it at least one prompt token (a BOS token will do)"
+            )
+        if not 0 < row.temperature < float("inf"):
+            raise BatchError(
+                f"row {index} (uid {row.uid}) has temperature {row.temperature}: log-probs are of logits / "
+                "temperature; set rollout.temperature above 0"
             )
         key = (
             row.uid,

@@ -164,6 +164,8 @@ REFUSED = {
     "actor_rollout_ref.actor.worker_cls=no_such_module.Worker": "cannot import",
     "actor_rollout_ref.actor.treecp.share=everything": "share='everything'",
     "actor_rollout_ref.actor.treecp.tokens_per_rank=0": "tokens_per_rank=0",
+    "actor_rollout_ref.actor.treecp=5": "must be a mapping with the keys share",
+    "actor_rollout_ref.rollout.temperature=0": "set it above 0",
     "actor_rollout_ref.actor.treecp.mode=ringg": "auto, local, gather, ring, tree_move_kv, move_q",
     "actor_rollout_ref.actor.treecp.domain_size=5": "domain_size=5 does not divide",
     "+actor_rollout_ref.actor.treecp.shares=1": "valid keys",
@@ -186,6 +188,37 @@ def test_refusals_name_the_key(base_config, override):
         launch.prepare(config)
     assert REFUSED[override] in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_unforeseen_error_of_a_check_stops_the_launch(base_config, capsys):
+    """Hydra turns a callback's exceptions into warnings; the checks behind it would then be skipped."""
+    config = base_config.copy()
+    OmegaConf.update(config, "ray_kwargs.ray_init.num_cpus", "sixty-four")
+    with pytest.raises(SystemExit) as stop:
+        launch.LaunchCallback().on_run_start(config)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_config_without_the_launch_checks_does_not_run(base_config):
+    with pytest.raises(ConfigError, match="launch checks of treecp did not run"):
+        launch.require_prepared(base_config)
+
+
+def test_missing_files_are_refused_before_ray_starts(base_config, tmp_path):
+    config = base_config.copy()
+    there = tmp_path / "there.parquet"
+    there.touch()
+    OmegaConf.update(config, "data.train_files", [str(there)])
+    OmegaConf.update(config, "data.val_files", str(tmp_path / "missing.parquet"))
+    with pytest.raises(ConfigError, match=r"data\.val_files=.*missing\.parquet does not exist"):
+        launch.check_files(config)
+    OmegaConf.update(config, "data.val_files", "hdfs://host/there.parquet")
+    OmegaConf.update(config, "actor_rollout_ref.model.path", str(tmp_path / "no_model"))
+    with pytest.raises(ConfigError, match="no_model does not exist"):
+        launch.check_files(config)
+    OmegaConf.update(config, "actor_rollout_ref.model.path", "Qwen/Qwen2.5-7B-Instruct")
+    launch.check_files(config)
 
 
 @pytest.mark.parametrize(

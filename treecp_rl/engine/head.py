@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from treecp_rl.errors import ConfigError
 from treecp_rl.tree import PackedTrees
 
 
@@ -25,6 +26,10 @@ class HeadOptions:
     sum_pi_squared: bool = False
     chunk_tokens: int = 1024
     """Scored positions whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be 1 or more")
 
     @property
     def quantities(self) -> tuple[str, ...]:

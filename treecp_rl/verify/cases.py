@@ -228,6 +228,10 @@ def _group_of_one(build: _Builder) -> Case:
 
 
 def _lengths_from_csv(path: Path) -> tuple[Lengths, ...]:
+    if not path.is_file():
+        raise ValueError(
+            f"--lengths {path}: no such file; write a CSV with the columns group,prompt,response"
+        )
     groups: dict[str, tuple[int, list[int]]] = {}
     with path.open(newline="") as file:
         for line, record in enumerate(csv.DictReader(file), start=2):
@@ -241,6 +245,10 @@ def _lengths_from_csv(path: Path) -> tuple[Lengths, ...]:
             if group[0] != prompt:
                 raise ValueError(
                     f"{path}:{line}: group {record['group']} has prompts of {group[0]} and {prompt} tokens"
+                )
+            if prompt < 1 or response < 0:
+                raise ValueError(
+                    f"{path}:{line}: prompt {prompt} and response {response} must be at least 1 and 0 tokens"
                 )
             group[1].append(response)
     if not groups:

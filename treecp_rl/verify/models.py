@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from treecp_rl.errors import ConfigError
 from treecp_rl.verify.float64 import keep_float64
 
+_SMALLEST_VOCABULARY = 8
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,13 +42,31 @@ def load_config(path: str | None, num_layers: int | None, vocab_size: int | None
         raise ConfigError(
             f"--model-config {path}: no such file or directory; give a config.json or its folder"
         )
-    config = copy.deepcopy(AutoConfig.from_pretrained(path))
+    config = _read_config(path)
     if num_layers is not None:
         _cut_depth(config, num_layers)
     if vocab_size is not None:
+        if vocab_size < _SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"--vocab-size {vocab_size}: cases draw from {_SMALLEST_VOCABULARY} tokens or more"
+            )
         config.vocab_size = vocab_size
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(config, name, None)
+    return config
+
+
+def _read_config(path: str) -> PretrainedConfig:
+    """A config that a causal LM can be built from; transformers answers a bad one in many ways."""
+    try:
+        config = copy.deepcopy(AutoConfig.from_pretrained(path))
+        parameter_count(config)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"--model-config {path} describes no causal LM: {type(error).__name__}: {reason}; "
+            "give the config.json of one"
+        ) from error
     return config
 
 

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from treecp_rl.errors import ConfigError, TreeCPError
+from treecp_rl.errors import ConfigError
 from treecp_rl.workers.options import OPTIONS_KEY, TreeCPOptions, refuse_unknown_option
 
 BACKENDS = ("treecp", "fsdp2")
@@ -35,7 +35,10 @@ class LaunchCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             prepare(config)
-        except TreeCPError as error:
+            check_files(config)
+        except (
+            Exception
+        ) as error:  # Hydra turns a callback's exceptions into warnings and would go on unchecked
             refuse(error)
 
 
@@ -65,6 +68,39 @@ def prepare(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.n == 1:
         notice = "actor_rollout_ref.rollout.n=1: groups of one row, no prompt can be shared"
         print(f"treecp: {notice}", file=sys.stderr)
+
+
+def require_prepared(config: DictConfig) -> None:
+    """Refuse to run what ``prepare`` has not seen: its checks would be missing without a word.
+
+    Raises:
+        ConfigError: the treecp backend stands on verl's own trainer.
+    """
+    if config.actor_rollout_ref.actor.strategy == "treecp" and config.trainer.v1.trainer_mode == "sync":
+        raise ConfigError(
+            "the launch checks of treecp did not run: the config has lost hydra.callbacks.treecp; "
+            "keep `override model_engine: treecp` in its defaults"
+        )
+
+
+def check_files(config: DictConfig) -> None:
+    """Refuse local files that do not exist, before Ray starts and verl looks for them a minute later.
+
+    Raises:
+        ConfigError: names the key and the path.
+    """
+    for key in ("data.train_files", "data.val_files"):
+        value = OmegaConf.select(config, key)
+        for path in [value] if isinstance(value, str) else value or ():
+            _require_file(key, str(path))
+    model_path = str(OmegaConf.select(config, f"{_MODEL}.path") or "")
+    if model_path.startswith(("/", ".", "~")):  # anything else may be a name on a hub
+        _require_file(f"{_MODEL}.path", model_path)
+
+
+def _require_file(key: str, path: str) -> None:
+    if "://" not in path and not os.path.exists(os.path.expanduser(path)):
+        raise ConfigError(f"{key}={path} does not exist; give the path of a file that does")
 
 
 # ----------------------------------------------------------------------------------------- command line
@@ -147,6 +183,11 @@ RULES = (
     Rule(f"{_MODEL}.use_fused_kernels", bool, "treecp scores tokens in a head of its own; set it to False"),
     Rule(
         f"{_MODEL}.mtp.enable_train", bool, "multi-token prediction does not run over trees; set it to False"
+    ),
+    Rule(
+        "actor_rollout_ref.rollout.temperature",
+        lambda v: not 0 < float(v) < float("inf"),
+        "log-probs are of logits / temperature; set it above 0 (validation has val_kwargs.temperature)",
     ),
     Rule(f"{_ACTOR}.use_prefix_grouper", bool, "treecp already computes each prompt once; set it to False"),
     Rule(f"{_ACTOR}.shuffle", bool, "it would tear groups apart; set it to False and data.shuffle to True"),

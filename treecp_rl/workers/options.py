@@ -61,6 +61,9 @@ class TreeCPOptions:
         """
         if isinstance(options, TreeCPOptions):
             return options
+        if options is not None and not isinstance(options, Mapping):
+            valid = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"{OPTIONS_KEY}={options!r} must be a mapping with the keys {valid}")
         for key in options or ():
             refuse_unknown_option(str(key))
         return cls(**dict(options or {}))
