@@ -36,15 +36,12 @@ def summarize(steps: dict[int, dict[str, float]], validation_key: str) -> Summar
     """The numbers of a run.
 
     Raises:
-        ValueError: if there is no training step or no validation in it.
+        ValueError: if there is no training step in it. A run may go without validation.
     """
     rewards = {step: data[REWARD] for step, data in steps.items() if REWARD in data}
     validations = {step: data[validation_key] for step, data in steps.items() if validation_key in data}
-    if not rewards or not validations:
-        raise ValueError(
-            f"{len(rewards)} steps with {REWARD} and {len(validations)} with {validation_key} in the metrics: "
-            "nothing to summarise; see the log for why the run ended"
-        )
+    if not rewards:
+        raise ValueError(f"no step with {REWARD} in the metrics; see the log for why the run ended")
     return Summary(
         rewards=rewards,
         validations=validations,
@@ -66,13 +63,13 @@ def first_and_last(curve: dict[int, float]) -> tuple[float, float]:
 
 def to_json(summary: Summary) -> dict:
     """The figures the lines below show, for machines."""
-    before, after = first_and_last(summary.validations)
+    before, after = first_and_last(summary.validations) if summary.validations else (None, None)
     reward_before, reward_after = first_and_last(summary.rewards)
     return {
         "steps": max(summary.rewards),
         "validation_before": before,
         "validation_after": after,
-        "validation_gain": after - before,
+        "validation_gain": None if before is None else after - before,
         "reward_first_step": reward_before,
         "reward_last_step": reward_after,
         "tokens_computed": summary.tokens_computed,
@@ -89,15 +86,20 @@ def lines(summary: Summary, files: Sequence[tuple[str, Path]], start: str) -> li
         ("start", start),
         ("steps", f"{figures['steps']} in {summary.train_seconds:.0f} s"),
         ("training reward", f"{figures['reward_first_step']:.3f} -> {figures['reward_last_step']:.3f}"),
-        (
-            "validation accuracy",
-            f"{figures['validation_before']:.3f} -> {figures['validation_after']:.3f} "
-            f"({figures['validation_gain']:+.3f}) on questions that training never saw",
-        ),
+        ("validation accuracy", _validation(figures)),
         ("tokens computed", _tokens(summary)),
         *((name, str(path)) for name, path in files),
     ]
     return [f"{name:<20}{value}" for name, value in rows]
+
+
+def _validation(figures: dict) -> str:
+    if figures["validation_before"] is None:
+        return "not validated (trainer.test_freq, trainer.val_before_train)"
+    return (
+        f"{figures['validation_before']:.3f} -> {figures['validation_after']:.3f} "
+        f"({figures['validation_gain']:+.3f}) on questions that training never saw"
+    )
 
 
 def _tokens(summary: Summary) -> str:
@@ -119,9 +121,9 @@ def draw(summary: Summary, title: str, path: Path) -> None:
     axes.plot(
         *zip(*summary.rewards.items(), strict=True), label="training reward (mean of a step)", alpha=0.6
     )
-    axes.plot(
-        *zip(*summary.validations.items(), strict=True), "o-", label="validation accuracy (unseen questions)"
-    )
+    if summary.validations:
+        steps, accuracy = zip(*summary.validations.items(), strict=True)
+        axes.plot(steps, accuracy, "o-", label="validation accuracy (unseen questions)")
     axes.set(xlabel="step", ylim=(0, 1), title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

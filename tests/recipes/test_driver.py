@@ -116,6 +116,14 @@ def test_a_run_without_a_step_has_no_summary():
         summary.summarize({0: {RECIPE.validation_key: 0.3}}, RECIPE.validation_key)
 
 
+def test_a_run_without_validation_is_summarised(tmp_path):
+    figures = summary.summarize({1: {summary.REWARD: 0.25}}, RECIPE.validation_key)
+    assert "not validated" in "\n".join(summary.lines(figures, [], "nothing"))
+    assert summary.to_json(figures)["validation_gain"] is None
+    summary.draw(figures, "title", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 0
+
+
 def test_a_terminated_driver_takes_its_training_along(tmp_path):
     """`kill` of the driver must not leave a training behind that nobody watches."""
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"

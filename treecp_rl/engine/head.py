@@ -46,11 +46,14 @@ def scoring_head(head: torch.nn.Module, packed: PackedTrees, options: HeadOption
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return score_pairs(logits_of, hidden.squeeze(0), packed, options)
 
+    own_forward = vars(head).get("forward")
     head.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        head.forward = logits_of  # type: ignore[method-assign]
+        del head.forward
+        if own_forward is not None:
+            head.forward = own_forward
 
 
 def score_pairs(logits_of, hidden: torch.Tensor, packed: PackedTrees, options: HeadOptions) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.attention.program import Program, compile_program
 from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores
 from treecp_rl.engine.head import HeadOptions, scoring_head
-from treecp_rl.plan import Decision
+from treecp_rl.plan import Decision, Schedule
 from treecp_rl.planner.batch import Mode, decide, pack_into_passes
 from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower, lower_local
@@ -146,7 +147,8 @@ def run_passes(
     packs = [pack(trees) for trees in plan.passes] + [dummy_pack()] * (num_passes - len(plan.passes))
     shares = [rank_share(packed, options, domain) for packed in packs]
     if domain is not None:
-        require_equal_digest("".join(share.digest for share in shares), domain.group)
+        digests = "".join(share.schedule.digest for share in shares)
+        require_equal_digest(sha256(digests.encode()).hexdigest()[:8], domain.group)
     collected: list[RowScores] = []
     for index, (packed, share) in enumerate(zip(packs, shares, strict=True)):
         packed = packed.to(device)
@@ -177,8 +179,8 @@ class RankShare:
     pairs: torch.Tensor
     """[n] the pass's number of each of those pairs."""
     program: Program
-    digest: str
-    """Of the schedule, equal on all ranks of the domain."""
+    schedule: Schedule
+    """Of the whole pass, equal on all ranks of the domain."""
     pad_tokens: int
     """Tokens here that serve no row."""
 
@@ -190,7 +192,7 @@ def rank_share(packed: PackedTrees, options: PassOptions, domain: Domain | None)
         schedule = lower_local(packed.nodes)
         program = compile_program(schedule, kernel=options.kernel)
         pairs = torch.arange(len(packed.pair_label))
-        return RankShare(packed, pairs, program, schedule.digest, packed.num_tokens if is_dummy else 0)
+        return RankShare(packed, pairs, program, schedule, packed.num_tokens if is_dummy else 0)
     roots = [node for node in packed.nodes if node.parent < 0]
     decisions = decide([node.subtree_stop - node.start for node in roots], domain.size, options.mode)
     schedule = lower(packed.nodes, decisions, domain.size)
@@ -205,7 +207,7 @@ def rank_share(packed: PackedTrees, options: PassOptions, domain: Domain | None)
     local, pairs = packed.cut(torch.cat(own))
     program = compile_program(schedule, domain.rank, options.kernel, domain.group)
     pad_tokens = local.num_tokens if is_dummy else int(domain.rank in idle)
-    return RankShare(local, pairs, program, schedule.digest, pad_tokens)
+    return RankShare(local, pairs, program, schedule, pad_tokens)
 
 
 def forward_pass(
