@@ -216,6 +216,24 @@ def log_probs(backend: str, model_path: str, case: Case, options: dict[str, Any]
     return {key: [row.clone() for row in value.unbind()] for key, value in output["model_output"].items()}
 
 
+def head_chunks(model_path: str, case: Case, options: dict[str, Any]) -> int:
+    """How many chunks of logits a forward-only pass computes."""
+    from treecp_rl.engine import head
+
+    calls, score_chunk = [], head._score_chunk
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        return score_chunk(*args)
+
+    head._score_chunk = counted
+    try:
+        log_probs("treecp", model_path, case, options)
+    finally:
+        head._score_chunk = score_chunk
+    return len(calls)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 

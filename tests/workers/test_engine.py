@@ -241,6 +241,22 @@ def test_a_domain_of_two_ranks_equals_the_stock_engine_on_one(pools, model_path,
             assert torch.allclose(ours[prompt - 1 : -1], row[prompt - 1 : -1], atol=1e-5)
 
 
+def test_tokens_per_rank_bounds_a_pass(pools, model_path):
+    """17 + 24 and 6 + 17 packed tokens: two passes under 45, one under 64."""
+    for tokens, num_passes in ((45, 2), (64, 1)):
+        options = {"treecp": TreeCPOptions(tokens_per_rank=tokens)}
+        (outcome,) = results(pools[1], engine_cases.update, "treecp", model_path, case_of(1), options)
+        assert outcome.metrics["treecp/passes"].aggregate() == num_passes
+
+
+def test_head_chunk_tokens_bounds_the_logits(pools, model_path):
+    case = case_of(1, micro_rows=-1)
+    for chunk_tokens, num_chunks in ((8, 5), (1024, 1)):
+        options = {"treecp": TreeCPOptions(head_chunk_tokens=chunk_tokens)}
+        # 41 response tokens; the first tokens of a group's rows share their predictor: 41 - 3 - 2 = 36 positions.
+        assert results(pools[1], engine_cases.head_chunks, model_path, case, options) == [num_chunks]
+
+
 def test_a_domain_that_does_not_divide_the_world_is_refused(pools, model_path):
     options = {"treecp": TreeCPOptions(domain_size=3)}
     for outcome in pools[2].run(engine_cases.log_probs, "treecp", model_path, case_of(2), options):
