@@ -265,7 +265,6 @@ class _Backward:
         if index >= len(self.program.stages) or not self.program.stages[index].has_moves:
             return None
         stage = self.program.stages[index]
-        self._index = index
         return _post(
             self.program, stage.receives, stage.sends, self._tensors_to_send, self._format, self.query.device
         )
@@ -274,7 +273,7 @@ class _Backward:
         """What goes back for a parcel that was received in forward."""
         span = parcel.place.span
         if parcel.kind != "state":
-            return tuple(grad[:, :, span] for grad in self.arrived_grads[parcel.kind, self._index])
+            return tuple(grad[:, :, span] for grad in self.arrived_grads[parcel.kind, parcel.place.buffer])
         grad_out, wide = self.grad_out[:, :, span], self.lse.dtype
         delta = (grad_out.to(wide) * self.out[:, :, span].to(wide)).sum(-1, keepdim=True)
         return grad_out, self.lse[:, :, span].unsqueeze(-1), delta

@@ -16,7 +16,7 @@ Notation: t runs over the response tokens of row i, m_it is 1 where a token coun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -105,9 +105,6 @@ class BatchLoss:
 
     def for_world(self, world_size: int) -> BatchLoss:
         return BatchLoss(self.spec, self.targets, world_size)
-
-    def with_spec(self, **changes: object) -> BatchLoss:
-        return BatchLoss(replace(self.spec, **changes), self.targets, self.world_size)  # type: ignore[arg-type]
 
     def __call__(self, scores: Scores) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
