@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from treecp_rl.plan import Node, Segment
 
 TOKEN_PAIRS = 1856
-"""Pairs that cost as much as one token's linear layers (measured on a 4 x 256 model; to be profiled)."""
+"""Pairs taken to cost as much as one token's linear layers: an assumption until a profile says better."""
 ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
 BALANCE_TOLERANCE = 0.005

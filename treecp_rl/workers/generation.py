@@ -6,10 +6,9 @@ and values, and decodes one token for all running rows at once. Finished rows le
 nobody waiting.
 
 Why not transformers' own continuous batching: it attends with one dense mask over all tokens of a batch and
-computes logits at every prompt position. One interleaved run, 256 rows of 32 prompts (130-160 tokens, 2-8 new
-ones), Qwen2 of 96 thousand parameters, fp32, one thread, median of five: this file 0.19 s, transformers'
-continuous batching 4.0 s (its default; 5.0 and 8.9 s with 512 and 2048 tokens a batch), one padded ``generate``
-0.72 s. With 2-64 new tokens: 2.1, 22.6 and 5.1 s.
+computes logits at every prompt position. ``benchmarks/rollout_cpu.py``, 256 rows of 32 prompts (130-160 tokens), a
+tiny Qwen2, fp32, one thread: with 2-8 new tokens it takes 20 times as long as this file, and one padded
+``generate`` 3.7 times; with 2-64 new tokens 16 and 3.0 times.
 
 A row's randomness comes from its own seed, so what it samples does not depend on what shares its batch (beyond
 rounding). Nothing here knows verl or Ray.
