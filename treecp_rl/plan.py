@@ -5,9 +5,11 @@ that a node's descendants directly follow it. Everything below addresses half-op
 nothing names a tree. A plan is data and one executor runs any plan.
 """
 
+from array import array
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,7 @@ class Segment:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One block of valid query-key pairs, computed on ``rank``.
 
     Full rectangles attend every key of the span to every query; causal tiles are square
@@ -51,10 +52,13 @@ class Tile:
     key_start: int
     key_stop: int
     causal: bool
+    head_part: int = 0
+    """Which of ``num_head_parts`` equal parts of the heads the tile computes."""
+    num_head_parts: int = 1
 
     @property
     def num_pairs(self) -> int:
-        """Valid query-key pairs in the tile."""
+        """Valid query-key pairs in the tile, of each of its heads."""
         num_queries = self.query_stop - self.query_start
         if self.causal:
             return num_queries * (num_queries + 1) // 2
@@ -62,10 +66,10 @@ class Tile:
 
 
 MoveKind = Literal["kv", "q", "state"]
+MOVE_KINDS: tuple[MoveKind, ...] = ("kv", "q", "state")
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Packed tokens [start, stop) of ``kind`` go from rank ``src`` to rank ``dst``."""
 
     kind: MoveKind
@@ -73,6 +77,13 @@ class Move:
     dst: int
     start: int
     stop: int
+    head_part: int = 0
+    """Which of ``num_head_parts`` equal parts of the heads travels."""
+    num_head_parts: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,10 @@ class Stage:
 
     moves: tuple[Move, ...]
     tiles: tuple[Tile, ...]
+
+
+Span = tuple[int, int]
+"""Packed tokens [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +108,51 @@ class Schedule:
     """Packed tokens of the pass, all ranks together."""
     segments: tuple[Segment, ...]
     stages: tuple[Stage, ...]
+    resident: tuple[Span, ...] = ()
+    """Tokens whose K/V an earlier pass left on their ranks: they are read here and ask nothing."""
+    resend: bool = False
+    """Whether backward has K/V and queries sent again; otherwise what arrived is kept until then."""
 
     @property
     def digest(self) -> str:
         """Eight hex digits that equal schedules share; ranks compare it before the first collective."""
-        return sha256(repr(self).encode()).hexdigest()[:8]
+        head = [self.world_size, self.num_tokens, int(self.resend), len(self.segments), len(self.resident)]
+        numbers = array("q", head)
+        for segment in self.segments:
+            numbers.extend((segment.rank, segment.start, segment.stop))
+        for span in self.resident:
+            numbers.extend(span)
+        for stage in self.stages:
+            numbers.extend((len(stage.moves), len(stage.tiles)))
+            for move in stage.moves:
+                numbers.append(MOVE_KINDS.index(move.kind))
+                numbers.extend(move[1:])
+            numbers.extend(chain.from_iterable(stage.tiles))
+        return sha256(numbers.tobytes()).hexdigest()[:8]
 
 
-Kind = Literal["local", "gather", "ring", "tree_move_kv", "move_q"]
+Kind = Literal["local", "gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the planner chooses for one tree of a fused pass: which ranks, and what travels between them.
+    """What the planner chooses for one tree of a pass: which ranks, and what travels between them.
 
     ``local``: whole on one rank. ``gather``: prompt zigzag over the ranks, whole responses placed by work, the
-    remainder cut between tokens, prompt K/V moved once. ``ring``: every node zigzag over the ranks, K/V
-    stage by stage (with ``share="none"`` this is flattened ring context parallelism). ``tree_move_kv``: prompt
-    zigzag over all ranks, responses zigzag inside ``lanes`` (AugTree, section 3.2). ``move_q``: responses
-    placed as in ``gather``, but queries travel to the prompt's K/V and states come back (section 3.3).
+    remainder cut between tokens, prompt K/V moved once. ``heads``: placed as ``tree_move_kv``, but inside a lane
+    each rank computes an equal part of the heads for all of the lane's tokens (Ulysses), so that queries and K/V
+    of that part travel once and states come back. ``ring``: every node zigzag over the ranks, K/V stage by
+    stage. ``tree_move_kv``: prompt zigzag over all ranks, responses zigzag inside ``lanes`` (AugTree, section
+    3.2). ``move_q``: responses placed as in ``gather``, but queries travel to the prompt's K/V and states come
+    back (section 3.3). ``dcp_fused``: nodes cut into equal blocks which are dealt out by work, K/V moved once
+    (DCP's plan space as published, a baseline).
     """
 
     kind: Kind
     first_rank: int = 0
     degree: int = 1
     lanes: int = 1
-    """Lanes side by side, s in the paper; divides ``degree``. Read by ``tree_move_kv`` alone."""
+    """Lanes side by side, s in the paper; divides ``degree``. Read by ``tree_move_kv`` and ``heads``."""
 
     @property
     def ranks(self) -> range:

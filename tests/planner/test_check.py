@@ -13,7 +13,7 @@ from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower, lower_local
 
-KINDS = ("gather", "ring", "tree_move_kv", "move_q")
+KINDS = ("gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
 
 
 def trees(*groups):
@@ -36,7 +36,8 @@ DEEP = [
 
 
 def decision(kind, degree, first_rank=0):
-    return Decision(kind, first_rank, degree, lanes=2 if kind == "tree_move_kv" and degree % 2 == 0 else 1)
+    lanes = 2 if kind in ("tree_move_kv", "heads") and degree % 2 == 0 else 1
+    return Decision(kind, first_rank, degree, lanes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +93,7 @@ def mutants(schedule: Schedule, rng: random.Random):
         yield (
             "tile shortened",
             index,
-            Stage(stage.moves, (*others, replace(tile, key_stop=tile.key_stop - 1))),
+            Stage(stage.moves, (*others, tile._replace(key_stop=tile.key_stop - 1))),
         )
     moving = [i for i, stage in enumerate(schedule.stages) if stage.moves]
     if moving:
@@ -102,9 +103,9 @@ def mutants(schedule: Schedule, rng: random.Random):
         kept = tuple(m for m in stage.moves if m is not move)
         yield "move dropped", index, Stage(kept, stage.tiles)
         yield "move doubled", index, Stage((*stage.moves, move), stage.tiles)
-        yield "move from another rank", index, Stage((*kept, replace(move, src=move.dst)), stage.tiles)
+        yield "move from another rank", index, Stage((*kept, move._replace(src=move.dst)), stage.tiles)
         if move.stop - move.start > 1:
-            yield "move shortened", index, Stage((*kept, replace(move, stop=move.stop - 1)), stage.tiles)
+            yield "move shortened", index, Stage((*kept, move._replace(stop=move.stop - 1)), stage.tiles)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +138,7 @@ def test_tokens_that_travel_unread_are_refused():
     stage = schedule.stages[1]
     read = {(move.start, move.stop) for move in stage.moves if move.dst == 0}
     owned = next(s for s in schedule.segments if s.rank == 1 and (s.start, s.stop) not in read)
-    extra = replace(stage.moves[0], src=1, dst=0, start=owned.start, stop=owned.stop)
+    extra = stage.moves[0]._replace(src=1, dst=0, start=owned.start, stop=owned.stop)
     stages = (schedule.stages[0], replace(stage, moves=(*stage.moves, extra)))
     with pytest.raises(PlanError, match="reads only"):
         check(replace(schedule, stages=stages), nodes)

@@ -8,12 +8,12 @@ is the same on all ranks, so their order agrees by construction.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import lcm
 
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Move, MoveKind, Node, Schedule
-
-Span = tuple[int, int]
+from treecp_rl.plan import Move, MoveKind, Node, Schedule, Span, Stage, Tile
 
 STATE_DELAY = 2
 """Stages from a tile to its state's return: stage i+1's moves are posted before stage i's tiles run."""
@@ -26,9 +26,28 @@ def check(schedule: Schedule, nodes: Sequence[Node]) -> None:
         PlanError: the first rule that does not hold, with the span and rank where it fails.
     """
     _check_ownership(schedule)
-    _check_coverage(schedule, nodes)
-    _check_operands(schedule)
-    _check_states(schedule)
+    for heads in _by_heads(schedule):
+        _check_coverage(heads, nodes)
+        _check_operands(heads)
+        _check_states(heads)
+
+
+def _by_heads(schedule: Schedule) -> Iterator[Schedule]:
+    """The schedule as each smallest part of the heads sees it: for one part the rules know nothing of others."""
+    parts = lcm(*{item.num_head_parts for stage in schedule.stages for item in (*stage.tiles, *stage.moves)})
+    if parts == 1:
+        yield schedule
+        return
+    for part in range(parts):
+
+        def here(item: Tile | Move, part: int = part) -> bool:
+            return part * item.num_head_parts // parts == item.head_part
+
+        stages = tuple(
+            Stage(tuple(filter(here, stage.moves)), tuple(filter(here, stage.tiles)))
+            for stage in schedule.stages
+        )
+        yield replace(schedule, stages=stages)
 
 
 def _check_ownership(schedule: Schedule) -> None:
@@ -66,9 +85,15 @@ def _check_coverage(schedule: Schedule, nodes: Sequence[Node]) -> None:
                     keys_of[cut].append((tile.key_start, borders[cut]))
             else:
                 keys_of[cut].append((tile.key_start, tile.key_stop))
+    resident = set(schedule.resident)
     for node, ancestors in zip(nodes, _ancestor_spans(nodes), strict=True):
+        asks = (node.start, node.stop) not in resident
         for cut in range(bisect_left(borders, node.start), bisect_left(borders, node.stop)):
             queries = (borders[cut], borders[cut + 1])
+            if not asks:
+                if diagonals[cut] or keys_of[cut]:
+                    raise PlanError(f"queries {queries} belong to an earlier pass, and are computed again")
+                continue
             expected = [*ancestors, (node.start, borders[cut])]
             if diagonals[cut] != 1:
                 raise PlanError(f"queries {queries} attend to themselves {diagonals[cut]} times, not once")
@@ -114,6 +139,10 @@ def _check_operands(schedule: Schedule) -> None:
                     f"stage {index}: rank {rank} receives some {kind} of {sorted(spans)} a second time"
                 )
             arrived[kind, rank] = merge_spans(both)
+        # What is sent again in backward arrives there for the tiles of its own stage alone.
+        readable = (
+            {key: merge_spans(spans) for key, spans in arriving.items()} if schedule.resend else arrived
+        )
         for tile in stage.tiles:
             operands: tuple[tuple[MoveKind, Span], ...] = (
                 ("q", (tile.query_start, tile.query_stop)),
@@ -122,7 +151,7 @@ def _check_operands(schedule: Schedule) -> None:
             for kind, span in operands:
                 if _covers(at_hand.get(tile.rank, []), span):
                     continue
-                if not _covers(arrived[kind, tile.rank], span):
+                if not _covers(readable.get((kind, tile.rank), []), span):
                     raise PlanError(
                         f"stage {index}: {tile} needs {kind} {span}, which rank {tile.rank} has not received"
                     )

@@ -6,15 +6,14 @@ stage its operands arrive. All trees of a pass lie on one token axis, so their s
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Decision, Move, Node, Schedule, Segment, Stage, Tile
+from treecp_rl.plan import Decision, Move, Node, Schedule, Segment, Span, Stage, Tile
 from treecp_rl.planner.check import STATE_DELAY
-from treecp_rl.planner.place import Tree, place_lanes, place_whole, place_zigzag, trees_of
+from treecp_rl.planner.place import Tree, place_blocks, place_lanes, place_whole, place_zigzag, trees_of
 
 
-def lower_local(nodes: Sequence[Node]) -> Schedule:
+def lower_local(nodes: Sequence[Node], *, roots_are_resident: bool = False) -> Schedule:
     """Whole trees on one rank: a causal tile per node, and per inner node one rectangle over its descendants.
 
     Depth-first packing makes a node's descendants contiguous, so that two tiles a node cover every valid
@@ -24,7 +23,7 @@ def lower_local(nodes: Sequence[Node]) -> Schedule:
     causal = [
         Tile(0, node.start, node.stop, node.start, node.stop, causal=True)
         for node in nodes
-        if node.stop > node.start
+        if node.stop > node.start and not (roots_are_resident and node.parent < 0)
     ]
     ancestors = [
         Tile(0, node.stop, node.subtree_stop, node.start, node.stop, causal=False)
@@ -37,11 +36,26 @@ def lower_local(nodes: Sequence[Node]) -> Schedule:
         num_tokens=num_tokens,
         segments=(Segment(0, 0, num_tokens),),
         stages=(Stage(moves=(), tiles=tuple(causal + ancestors)),),
+        resident=_roots(trees_of(nodes)) if roots_are_resident else (),
     )
 
 
-def lower(nodes: Sequence[Node], decisions: Sequence[Decision], world_size: int) -> Schedule:
+def lower(
+    nodes: Sequence[Node],
+    decisions: Sequence[Decision],
+    world_size: int,
+    *,
+    roots_are_resident: bool = False,
+    resend: bool = False,
+    streaming: bool = True,
+) -> Schedule:
     """Lower one decision per tree of the pass, in the order of the trees.
+
+    Args:
+        roots_are_resident: a replay pass: the prompts' K/V lie where the prefill pass computed them.
+        resend: backward has what moved sent again instead of keeping it.
+        streaming: the trees' stages run side by side, so that one tree's moves travel under another's tiles;
+            otherwise one tree after another, which holds one tree's moved K/V at a time.
 
     Raises:
         PlanError: a decision names ranks that do not exist, or lanes that do not divide its degree.
@@ -50,22 +64,34 @@ def lower(nodes: Sequence[Node], decisions: Sequence[Decision], world_size: int)
     if len(trees) != len(decisions):
         raise PlanError(f"{len(trees)} trees need {len(trees)} decisions, got {len(decisions)}")
     segments: list[Segment] = []
-    stages: dict[int, tuple[list[Move], list[Tile]]] = defaultdict(lambda: ([], []))
+    moves: dict[int, list[Move]] = defaultdict(list)
+    tiles: dict[int, list[Tile]] = defaultdict(list)
+    first_stage = 0
     for tree, decision in zip(trees, decisions, strict=True):
         _require_ranks(decision, world_size)
-        owned = _place(tree, decision)
+        owned = _place(tree, decision, roots_are_resident)
         segments += owned
         pieces = sorted(owned, key=lambda segment: segment.start)
-        for stage, (moves, tiles) in _stages(tree, pieces, decision).items():
-            stages[stage][0].extend(moves)
-            stages[stage][1].extend(tiles)
-    last = max(stages, default=0)
+        stages = _stages(tree, pieces, decision, roots_are_resident)
+        for stage, found in stages.moves.items():
+            moves[first_stage + stage].extend(found)
+        for stage, computed in stages.tiles.items():
+            tiles[first_stage + stage].extend(computed)
+        if not streaming:
+            first_stage = max([first_stage, *moves, *tiles]) + 1
+    last = max([0, *moves, *tiles])
     return Schedule(
         world_size=world_size,
         num_tokens=max((node.subtree_stop for node in nodes), default=0),
         segments=tuple(sorted(segments, key=lambda segment: (segment.rank, segment.start))),
-        stages=tuple(Stage(tuple(stages[i][0]), tuple(stages[i][1])) for i in range(last + 1)),
+        stages=tuple(Stage(tuple(moves[i]), tuple(tiles[i])) for i in range(last + 1)),
+        resident=_roots(trees) if roots_are_resident else (),
+        resend=resend,
     )
+
+
+def _roots(trees: Sequence[Tree]) -> tuple[Span, ...]:
+    return tuple((tree.nodes[0].start, tree.nodes[0].stop) for tree in trees)
 
 
 def _require_ranks(decision: Decision, world_size: int) -> None:
@@ -80,71 +106,83 @@ def _require_ranks(decision: Decision, world_size: int) -> None:
         raise PlanError(f"{decision.lanes} lanes do not divide degree {decision.degree}")
 
 
-def _place(tree: Tree, decision: Decision) -> list[Segment]:
+def _place(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Segment]:
     ranks = list(decision.ranks)
     if decision.kind == "ring":
-        return place_zigzag(tree, ranks)
-    if decision.kind == "tree_move_kv":
-        return place_lanes(tree, ranks, decision.lanes)
-    return place_whole(tree, ranks)
+        return place_zigzag(tree, ranks, root_is_resident)
+    if decision.kind in ("tree_move_kv", "heads"):
+        return place_lanes(tree, ranks, decision.lanes, root_is_resident)
+    if decision.kind == "dcp_fused":
+        if root_is_resident:
+            raise PlanError(
+                "dcp_fused has no split form: its blocks leave a prompt where no replay looks for it"
+            )
+        return place_blocks(tree, ranks)
+    return place_whole(tree, ranks, root_is_resident)
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Two owned pieces of one tree whose queries and keys must meet."""
+def _meetings(tree: Tree, pieces: Sequence[Segment]) -> Iterator[tuple[Segment, list[Segment], int]]:
+    """Every query piece, the pieces before it that it attends to, and how many of those are the root's.
 
-    query: Segment
-    key: Segment
-    causal: bool
-    key_is_root: bool
-
-
-def _meetings(tree: Tree, pieces: Sequence[Segment]) -> Iterator[_Meeting]:
-    """Every query piece with the key pieces it attends to: its own node's up to itself, and its ancestors'."""
-    of_node: list[list[Segment]] = [[] for _ in tree.nodes]
+    A piece attends to its node's earlier pieces, its ancestors' pieces, and causally to itself.
+    """
+    path_of: list[list[Segment]] = []
     cursor = 0
-    for index, node in enumerate(tree.nodes):
+    for node in tree.nodes:
+        path = [] if node.parent < 0 else list(path_of[node.parent - tree.first])
+        num_root = 0 if node.parent < 0 else len(path_of[0])
         while cursor < len(pieces) and pieces[cursor].start < node.stop:
-            of_node[index].append(pieces[cursor])
+            yield pieces[cursor], path, num_root
+            path.append(pieces[cursor])
             cursor += 1
-    for index, node in enumerate(tree.nodes):
-        seen: list[tuple[int, Segment]] = []
-        parent = node.parent
-        while parent >= 0:
-            local = parent - tree.first
-            seen.extend((local, piece) for piece in of_node[local])
-            parent = tree.nodes[local].parent
-        for query in of_node[index]:
-            yield _Meeting(query, query, causal=True, key_is_root=False)
-            for local, key in seen:
-                yield _Meeting(query, key, causal=False, key_is_root=local == 0)
-            seen.append((index, query))
+        path_of.append(path)
 
 
-def _stages(
-    tree: Tree, pieces: Sequence[Segment], decision: Decision
-) -> dict[int, tuple[list[Move], list[Tile]]]:
-    """Stage -> moves and tiles of one tree."""
-    stages: dict[int, tuple[list[Move], list[Tile]]] = defaultdict(lambda: ([], []))
-    moved: set[tuple[int, Move]] = set()
+class _Stages:
+    """Moves and tiles of one tree, by stage; a move is made once however many tiles read it."""
 
-    def move_once(stage: int, move: Move) -> None:
-        if (stage, move) not in moved:
-            moved.add((stage, move))
-            stages[stage][0].append(move)
+    def __init__(self) -> None:
+        self.moves: dict[int, dict[Move, None]] = defaultdict(dict)
+        self.tiles: dict[int, list[Tile]] = defaultdict(list)
 
-    for meeting in _meetings(tree, pieces):
-        query, key = meeting.query, meeting.key
-        if query.rank == key.rank:
-            stage, worker = 0, query.rank
-        elif decision.kind == "move_q" and meeting.key_is_root and query.start >= tree.nodes[0].stop:
-            stage, worker = 1, key.rank
-            move_once(stage, Move("q", query.rank, worker, query.start, query.stop))
-            move_once(stage + STATE_DELAY, Move("state", worker, query.rank, query.start, query.stop))
-        else:
-            hops = (query.rank - key.rank) % decision.degree
-            stage, worker = (hops if decision.kind in ("ring", "tree_move_kv") else 1), query.rank
-            move_once(stage, Move("kv", key.rank, worker, key.start, key.stop))
-        tile = Tile(worker, query.start, query.stop, key.start, key.stop, meeting.causal)
-        stages[stage][1].append(tile)
+    def meet(
+        self, worker: int, query: Segment, key: Segment, stage: int, part: int = 0, parts: int = 1
+    ) -> None:
+        """Compute ``query`` x ``key`` on ``worker``; whichever of the two lives elsewhere arrives in ``stage``."""
+        if query.rank == key.rank == worker:
+            stage = 0
+        if key.rank != worker:
+            self.moves[stage][Move("kv", key.rank, worker, key.start, key.stop, part, parts)] = None
+        if query.rank != worker:
+            self.moves[stage][Move("q", query.rank, worker, query.start, query.stop, part, parts)] = None
+            back = Move("state", worker, query.rank, query.start, query.stop, part, parts)
+            self.moves[stage + STATE_DELAY][back] = None
+        self.tiles[stage].append(
+            Tile(worker, query.start, query.stop, key.start, key.stop, query is key, part, parts)
+        )
+
+
+def _stages(tree: Tree, pieces: Sequence[Segment], decision: Decision, root_is_resident: bool) -> _Stages:
+    """What one tree's ranks do: who computes each meeting, and in which stage."""
+    stages = _Stages()
+    degree, in_ring = decision.degree, decision.kind in ("ring", "tree_move_kv")
+    for query, keys, num_root in _meetings(tree, pieces):
+        if root_is_resident and query.start < tree.nodes[0].stop:
+            continue
+        if decision.kind == "heads":
+            lane = _lane_of(query.rank, decision)
+            for part, worker in enumerate(lane):
+                for key in (query, *keys):
+                    stages.meet(worker, query, key, 1, part, len(lane))
+            continue
+        stages.meet(query.rank, query, query, 0)
+        for index, key in enumerate(keys):
+            worker = key.rank if decision.kind == "move_q" and index < num_root else query.rank
+            stages.meet(worker, query, key, (query.rank - key.rank) % degree if in_ring else 1)
     return stages
+
+
+def _lane_of(rank: int, decision: Decision) -> range:
+    per_lane = decision.degree // decision.lanes
+    first = rank - (rank - decision.first_rank) % per_lane
+    return range(first, first + per_lane)

@@ -63,26 +63,38 @@ def zigzag(start: int, stop: int, ranks: Sequence[int], light: int) -> list[Segm
     return [Segment(owners[i], borders[i], borders[i + 1]) for i in range(chunks)]
 
 
-def place_zigzag(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
+def _place_root(tree: Tree, ranks: Sequence[int], load: "_Load", is_resident: bool) -> list[Segment]:
+    """The root as every kind places it, so that a replay pass finds a prompt where its prefill left it.
+
+    A resident root costs its ranks nothing any more.
+    """
+    segments = zigzag(tree.nodes[0].start, tree.nodes[0].stop, ranks, ranks[0])
+    if not is_resident:
+        load.add(segments, tree.nodes[0], 0)
+    return segments
+
+
+def place_zigzag(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
     """Every node zigzag over all ranks; nodes too short for it go whole to the rank with the least work."""
     load = _Load(ranks)
-    segments: list[Segment] = []
-    for node, depth in zip(tree.nodes, tree.depth_of(), strict=True):
+    segments = _place_root(tree, ranks, load, root_is_resident)
+    for node, depth in zip(tree.nodes[1:], tree.depth_of()[1:], strict=True):
         placed = zigzag(node.start, node.stop, ranks, load.lightest())
         load.add(placed, node, depth)
         segments += placed
     return segments
 
 
-def place_lanes(tree: Tree, ranks: Sequence[int], lanes: int) -> list[Segment]:
+def place_lanes(
+    tree: Tree, ranks: Sequence[int], lanes: int, root_is_resident: bool = False
+) -> list[Segment]:
     """Root zigzag over all ranks, each path below it zigzag over the ranks of one lane, largest path first."""
     per_lane = len(ranks) // lanes
     lane_ranks = [ranks[lane * per_lane : (lane + 1) * per_lane] for lane in range(lanes)]
     lane_load = [(0, lane) for lane in range(lanes)]
     depths = tree.depth_of()
     load = _Load(ranks)
-    segments = zigzag(tree.nodes[0].start, tree.nodes[0].stop, ranks, ranks[0])
-    load.add(segments, tree.nodes[0], 0)
+    segments = _place_root(tree, ranks, load, root_is_resident)
     paths = [_below(tree, child) for child in _children(tree, 0)]
     works = [sum(work(depths[i], _length(tree.nodes[i])) for i in path) for path in paths]
     for path in sorted(range(len(paths)), key=lambda path: (-works[path], path)):
@@ -96,7 +108,7 @@ def place_lanes(tree: Tree, ranks: Sequence[int], lanes: int) -> list[Segment]:
     return segments
 
 
-def place_whole(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
+def place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
     """Root zigzag; subtrees below it whole, largest first; what would unbalance is cut between tokens.
 
     The cut part is laid along the ranks' remaining room (McNaughton's wrap-around), so that every rank ends
@@ -104,10 +116,9 @@ def place_whole(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
     """
     depths = tree.depth_of()
     load = _Load(ranks)
-    segments = zigzag(tree.nodes[0].start, tree.nodes[0].stop, ranks, ranks[0])
-    load.add(segments, tree.nodes[0], 0)
+    segments = _place_root(tree, ranks, load, root_is_resident)
     node_work = [work(depth, _length(node)) for node, depth in zip(tree.nodes, depths, strict=True)]
-    target = sum(node_work) / len(ranks)
+    target = sum(node_work[1:] if root_is_resident else node_work) / len(ranks)
     pending = [(sum(node_work[i] for i in _below(tree, child)), child) for child in _children(tree, 0)]
     heap = [(-total, child) for total, child in pending]
     heapq.heapify(heap)
@@ -125,6 +136,26 @@ def place_whole(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
             for child in _children(tree, top):
                 heapq.heappush(heap, (-sum(node_work[i] for i in _below(tree, child)), child))
     segments += _wrap_around(tree, depths, sorted(left), load, target)
+    return segments
+
+
+DCP_BLOCK_TOKENS = 512
+"""Block of DCP's published configuration."""
+
+
+def place_blocks(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
+    """Every node cut into blocks, the heaviest block first to the rank with the least work."""
+    load = _Load(ranks)
+    blocks = []
+    for node, depth in zip(tree.nodes, tree.depth_of(), strict=True):
+        for start in range(node.start, node.stop, DCP_BLOCK_TOKENS):
+            stop = min(node.stop, start + DCP_BLOCK_TOKENS)
+            blocks.append((work(depth + start - node.start, stop - start), start, stop, node, depth))
+    segments = []
+    for _, start, stop, node, depth in sorted(blocks, key=lambda block: (-block[0], block[1])):
+        placed = [Segment(load.lightest(), start, stop)]
+        load.add(placed, node, depth)
+        segments += placed
     return segments
 
 
