@@ -1,10 +1,13 @@
 """Every collective of the package, named for what it moves. All ranks of ``group`` enter each of them."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from treecp_rl.errors import PlanError
 
@@ -65,35 +68,75 @@ def share_scores(
     return _SumScores.apply(own, pairs, num_pairs, group)
 
 
-class Exchange:
-    """An all-to-all of bytes under way. ``wait`` returns what each rank sent here."""
+@dataclass
+class Traffic:
+    """What exchanges have cost this rank so far."""
 
-    def __init__(self, received: torch.Tensor, sizes: Sequence[int], work: dist.Work | None) -> None:
-        self._received, self._sizes, self._work = received, list(sizes), work
+    sent_bytes: int = 0
+    num_exchanges: int = 0
+    blocked_seconds: float = 0.0
+    """Wall time spent waiting for bytes that had not come yet."""
+
+
+class Exchange:
+    """Bytes under way. ``wait`` returns what each rank sent here."""
+
+    def __init__(
+        self, received: Sequence[torch.Tensor], works: Sequence[dist.Work], traffic: Traffic
+    ) -> None:
+        self._received, self._works, self._traffic = list(received), works, traffic
 
     def wait(self) -> list[torch.Tensor]:
         """Per source rank, its bytes as a uint8 tensor."""
-        if self._work is not None:
-            self._work.wait()
-        return list(torch.split(self._received, self._sizes))
+        start = time.perf_counter()
+        with record_function("treecp::wait"):
+            for work in self._works:
+                work.wait()
+        self._traffic.blocked_seconds += time.perf_counter() - start
+        return self._received
 
 
 def exchange(
-    outgoing: Sequence[torch.Tensor], incoming_bytes: Sequence[int], group: dist.ProcessGroup
+    outgoing: Sequence[torch.Tensor],
+    incoming_bytes: Sequence[int],
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    *,
+    is_sparse: bool,
 ) -> Exchange:
-    """Send each rank its bytes, without blocking: one uneven all-to-all, entered by every rank of ``group``.
+    """Send each rank its bytes, without blocking. Every rank of ``group`` enters with the same ``is_sparse``.
 
     Args:
         outgoing: per destination rank a uint8 tensor, possibly empty.
         incoming_bytes: per source rank how much will come; known from the plan, so no sizes travel.
+        traffic: counts what is sent and how long it is waited for.
+        is_sparse: few pairs of ranks have something to say: they do so point to point. Otherwise one uneven
+            all-to-all, which is cheaper where most pairs do.
     """
-    received = outgoing[0].new_empty(sum(incoming_bytes))
+    traffic.sent_bytes += sum(len(payload) for payload in outgoing)
+    traffic.num_exchanges += 1
+    whole = outgoing[0].new_empty(sum(incoming_bytes))
+    received = torch.split(whole, list(incoming_bytes))
+    if is_sparse:
+        return Exchange(received, _point_to_point(outgoing, received, group), traffic)
     work = dist.all_to_all_single(
-        received,
+        whole,
         torch.cat(list(outgoing)),
         output_split_sizes=list(incoming_bytes),
         input_split_sizes=[len(payload) for payload in outgoing],
         group=group,
         async_op=True,
     )
-    return Exchange(received, incoming_bytes, work)
+    return Exchange(received, [work] if work is not None else [], traffic)
+
+
+def _point_to_point(
+    outgoing: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, tensors in ((dist.isend, outgoing), (dist.irecv, received))
+        for peer, tensor in enumerate(tensors)
+        if len(tensor)
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []

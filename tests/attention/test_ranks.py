@@ -4,7 +4,9 @@ One spawn of gloo processes a world size runs all cases; a rank compares its own
 it computes itself.
 """
 
+import math
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
-KINDS = ("gather", "ring", "tree_move_kv", "move_q")
+KINDS = ("gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
 SHAPES = {
     "ragged": trees((130, [9, 1, 30, 170, 2])),
     "prompt-heavy": trees((400, [5, 4])),
@@ -33,11 +35,17 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6}
 
 
 def cases(world_size):
-    """name -> (nodes, decisions, dtype)"""
+    """name -> (nodes, decisions, dtype, options of lower)"""
     found = {
-        f"{kind} {shape}": (nodes, [decision(kind, world_size)], torch.float64)
+        f"{kind} {shape}{' sent again' if resend else ''}": (
+            nodes,
+            [heads_that_divide(decision(kind, world_size))],
+            torch.float64,
+            {"resend": resend},
+        )
         for kind in KINDS
         for shape, nodes in SHAPES.items()
+        for resend in (False, True)
     }
     half = max(1, world_size // 2)
     mixed = trees((150, [60, 80]), (90, [70]), (140, [31, 32]), (5, [4]))
@@ -47,21 +55,32 @@ def cases(world_size):
         decision("move_q", world_size - half, half),
         Decision("local", world_size - 1),
     ]
-    found["mixed nested"] = (mixed, decisions, torch.float64)
-    found["mixed nested float32"] = (mixed, decisions, torch.float32)
+    for dtype in (torch.float64, torch.float32):
+        for streaming in (True, False):
+            name = f"mixed nested {dtype}{' streamed' if streaming else ''}"
+            found[name] = (mixed, decisions, dtype, {"streaming": streaming})
+    found["mixed nested sent again"] = (mixed, decisions, torch.float64, {"resend": True})
     return found
+
+
+def heads_that_divide(wanted):
+    """Lanes in which every rank has key/value heads."""
+    if wanted.kind != "heads":
+        return wanted
+    per_lane = math.gcd(wanted.degree, KEY_HEADS)
+    return replace(wanted, lanes=wanted.degree // per_lane)
 
 
 def error_of(ours, reference):
     return (
         ((ours.double() - reference.double()).abs().max() / reference.abs().max()).item()
-        if len(ours)
+        if ours.numel()
         else 0.0
     )
 
 
-def worst_error(nodes, decisions, dtype, rank, world_size):
-    schedule = lower(nodes, decisions, world_size)
+def worst_error(nodes, decisions, dtype, options, rank, world_size):
+    schedule = lower(nodes, decisions, world_size, **options)
     check(schedule, nodes)
     program = compile_program(schedule, rank, group=dist.group.WORLD)
     generator = torch.Generator().manual_seed(7)
@@ -75,7 +94,9 @@ def worst_error(nodes, decisions, dtype, rank, world_size):
     expected = dense_attention(*reference, allowed, 0.3)
     expected.backward(whole[3])
 
-    own = torch.cat([torch.arange(s.start, s.stop) for s in schedule.segments if s.rank == rank])
+    own = torch.cat(
+        [torch.arange(0), *(torch.arange(s.start, s.stop) for s in schedule.segments if s.rank == rank)]
+    )
     ours = [x[:, :, own].to(dtype).requires_grad_() for x in whole[:3]]
     out = tile_attention(*ours, program, 0.3)
     again = tile_attention(*[x.detach() for x in ours], program, 0.3)
@@ -98,6 +119,6 @@ def test_every_kind_of_decision_equals_dense_attention(world_size):
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
         ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
-    for name, (_, _, dtype) in cases(world_size).items():
+    for name, (_, _, dtype, _) in cases(world_size).items():
         worst = max(errors[name] for errors in ranks)
         assert worst <= BOUNDS[dtype], f"{name}: {worst:.1e} > {BOUNDS[dtype]:.0e}"

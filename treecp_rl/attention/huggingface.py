@@ -47,7 +47,8 @@ def tree_attention_forward(
         )
     _refuse_call(module, attention_mask, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return tile_attention(query, key, value, program, scale).transpose(1, 2), None
+    layer = getattr(module, "layer_idx", None) or 0
+    return tile_attention(query, key, value, program, scale, layer).transpose(1, 2), None
 
 
 # Keywords a layer may pass that change the formula, with the value that leaves it alone.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from treecp_rl.attention.program import Parcel
+from treecp_rl.attention.program import Heads, Parcel
 
 Format = tuple[tuple[int, int, torch.dtype], ...]
 """(heads, width, dtype) of each tensor of a parcel."""
@@ -20,7 +20,7 @@ def pack_parcels(
     sends: Sequence[Parcel],
     receives: Sequence[Parcel],
     tensors_of: Callable[[Parcel], Sequence[torch.Tensor]],
-    format_of: Callable[[str], Format],
+    format_of: Callable[[str, Heads], Format],
     world_size: int,
     device: torch.device,
 ) -> tuple[list[torch.Tensor], list[int]]:
@@ -43,14 +43,14 @@ def pack_parcels(
 
 
 def unpack_parcels(
-    receives: Sequence[Parcel], received: Sequence[torch.Tensor], format_of: Callable[[str], Format]
+    receives: Sequence[Parcel], received: Sequence[torch.Tensor], format_of: Callable[[str, Heads], Format]
 ) -> Iterator[tuple[Parcel, list[torch.Tensor]]]:
     """Each parcel with its tensors, [1,heads,n,width], as views of the received bytes."""
     cursor = [0] * len(received)
     for parcel in receives:
         tensors = []
         for size, (heads, width, dtype) in zip(
-            _sizes(parcel, format_of), format_of(parcel.kind), strict=True
+            _sizes(parcel, format_of), format_of(parcel.kind, parcel.heads), strict=True
         ):
             start = cursor[parcel.peer]
             flat = received[parcel.peer][start : start + size].view(dtype)
@@ -59,10 +59,13 @@ def unpack_parcels(
         yield parcel, tensors
 
 
-def _sizes(parcel: Parcel, format_of: Callable[[str], Format]) -> list[int]:
+def _sizes(parcel: Parcel, format_of: Callable[[str, Heads], Format]) -> list[int]:
     """Bytes of each tensor of a parcel, without padding."""
     num_tokens = parcel.place.stop - parcel.place.start
-    return [num_tokens * heads * width * dtype.itemsize for heads, width, dtype in format_of(parcel.kind)]
+    return [
+        num_tokens * heads * width * dtype.itemsize
+        for heads, width, dtype in format_of(parcel.kind, parcel.heads)
+    ]
 
 
 def _padded(num_bytes: int) -> int:

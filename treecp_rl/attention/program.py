@@ -1,19 +1,32 @@
 """Schedule -> Program: the plan as one rank sees it, in offsets of its own buffers.
 
-A rank reads its own tokens (its segments, ascending, laid side by side) and what arrives: per stage and kind one
-buffer, the arriving spans ascending. Tiles that lie side by side in those buffers become one kernel call.
+A rank reads its own tokens (its segments, ascending, laid side by side), the K/V an earlier pass left with it,
+and what arrives: per stage, kind and part of the heads one buffer, the arriving spans ascending. Tiles that lie
+side by side in those buffers become one kernel call.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from treecp_rl.attention.leaves import Leaves
+from treecp_rl.collectives import Traffic
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Move, MoveKind, Schedule, Stage, Tile
+from treecp_rl.plan import Move, MoveKind, Schedule, Span, Stage, Tile
 
 OWN = -1
-"""The buffer of a rank's own tokens; any other number is the stage in which a buffer arrived."""
+"""The buffer of a rank's own tokens; numbers from 0 on are the stage in which a buffer arrived."""
+RESIDENT = -2
+"""The buffer of the rank's K/V leaves."""
+
+Heads = tuple[int, int]
+"""(part, number of parts) of the heads."""
+ALL_HEADS: Heads = (0, 1)
+
+BufferKey = tuple[MoveKind, int, Heads]
+"""What arrived, in which stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,7 @@ class Call:
     queries: Place
     keys: Place
     causal: bool
+    heads: Heads = ALL_HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +59,19 @@ class Parcel:
     kind: MoveKind
     peer: int
     place: Place
+    heads: Heads = ALL_HEADS
 
 
 @dataclass(frozen=True, slots=True)
 class RankStage:
-    """A stage on one rank."""
+    """A stage on one rank. What is said of the exchange is the same on all ranks, so that they enter it alike."""
 
     has_moves: bool
-    """Whether any rank moves anything: then all ranks enter the exchange."""
+    """Whether any rank moves anything."""
+    has_operands: bool
+    """Whether any rank moves K/V or queries."""
+    is_sparse: bool
+    """Whether so few ranks move something that they had better do it among themselves."""
     sends: tuple[Parcel, ...]
     receives: tuple[Parcel, ...]
     calls: tuple[Call, ...]
@@ -69,123 +88,190 @@ class Program:
         self,
         stages: Sequence[RankStage],
         num_tokens: int,
-        buffer_tokens: dict[tuple[MoveKind, int], int],
+        buffer_tokens: dict[BufferKey, int],
         kernel: str = "auto",
         group: Any = None,
+        resend: bool = False,
     ) -> None:
         self.stages = tuple(stages)
         self.num_tokens = num_tokens
         """Own tokens, the T of the tensors this rank's layers see."""
         self.buffer_tokens = buffer_tokens
-        """(kind, stage) -> tokens of the buffer that arrives then."""
+        """(kind, stage, heads) -> tokens of the buffer that arrives then."""
         self.kernel = kernel
         self.group = group
         """Process group of the domain; None for a schedule of one rank."""
+        self.resend = resend
+        self.writes_diagonals = _covers_own_tokens(self.stages, num_tokens)
+        """Whether own causal calls hold each own token once and come first: then they need no merge."""
+        self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
+
+        self.leaves: Leaves | None = None
+        """K/V that a prefill pass leaves here, and replay passes read."""
+        self.captured: slice | None = None
+        """Prefill: the own tokens whose K/V become leaves."""
+
+        self.saved: tuple[slice, ...] = ()
+        """Own tokens whose attention output is saved, so that a checkpointed layer's recomputation has it."""
+        self.recomputation: Program | None = None
+        """What such a recomputation still has to run."""
+        self.saved_outputs: dict[int, Any] = {}
+        """Layer -> (out, lse) of the saved tokens, between its forward and its backward."""
 
 
-def compile_program(schedule: Schedule, rank: int = 0, kernel: str = "auto", group: Any = None) -> Program:
+def compile_program(
+    schedule: Schedule,
+    rank: int = 0,
+    kernel: str = "auto",
+    group: Any = None,
+    saved: Sequence[Span] = (),
+) -> Program:
     """What ``rank`` does in each stage.
 
+    Args:
+        saved: packed tokens whose attention outputs outlive a checkpointed layer's forward.
+
     Raises:
-        PlanError: a tile reads tokens that the rank neither owns nor has received, or a token of the rank
-            does not attend to itself.
+        PlanError: a tile reads tokens that the rank neither owns nor has received.
     """
-    own = _Buffer(OWN, [(s.start, s.stop) for s in schedule.segments if s.rank == rank])
+    program = _compile(schedule, rank, kernel, group)
+    if saved:
+        own = _own_buffer(schedule, rank)
+        places = [own.find(*span) for span in sorted(_intersect(own.spans, saved))]
+        program.saved = tuple(place.span for place in places if place is not None)
+        program.recomputation = _compile(_without_outputs(schedule, saved), rank, kernel, group)
+    return program
+
+
+def _compile(schedule: Schedule, rank: int, kernel: str, group: Any) -> Program:
+    own = _own_buffer(schedule, rank)
+    resident = _Buffer(RESIDENT, _intersect(_segments(schedule, rank), schedule.resident))
     arrivals = _arrivals(schedule, rank)
     stages = []
     for index, stage in enumerate(schedule.stages):
-        queries = [own, *(arrivals["q", i] for i in range(index + 1) if ("q", i) in arrivals)]
-        keys = [own, *(arrivals["kv", i] for i in range(index + 1) if ("kv", i) in arrivals)]
-        calls = [_locate_tile(tile, queries, keys, rank) for tile in stage.tiles if tile.rank == rank]
+        calls = [
+            _locate_tile(tile, index, own, resident, arrivals) for tile in stage.tiles if tile.rank == rank
+        ]
+        routes = {(move.src, move.dst) for move in stage.moves}
         stages.append(
             RankStage(
-                has_moves=bool(stage.moves),
-                sends=tuple(_outgoing(stage, rank, own, arrivals)),
+                has_moves=bool(routes),
+                has_operands=any(move.kind != "state" for move in stage.moves),
+                is_sparse=2 * len(routes) <= schedule.world_size,
+                sends=tuple(_outgoing(stage, rank, own, resident, arrivals)),
                 receives=tuple(_incoming(stage, index, rank, own, arrivals)),
                 calls=tuple(_merge_calls(calls)),
             )
         )
-    _require_diagonals(stages, own.num_tokens)
     buffer_tokens = {key: buffer.num_tokens for key, buffer in arrivals.items()}
-    return Program(stages, own.num_tokens, buffer_tokens, kernel, group)
+    return Program(stages, own.num_tokens, buffer_tokens, kernel, group, schedule.resend)
 
 
 class _Buffer:
     """Global spans laid side by side."""
 
-    def __init__(self, number: int, spans: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, number: int, spans: Iterable[Span]) -> None:
         self.number = number
-        self._offset_of: dict[tuple[int, int], int] = {}
-        cursor = 0
-        for span in sorted(spans):
-            self._offset_of[span] = cursor
-            cursor += span[1] - span[0]
-        self.num_tokens = cursor
+        self.spans = sorted(spans)
+        self._starts = [start for start, _ in self.spans]
+        self._offsets: list[int] = []
+        self.num_tokens = 0
+        for start, stop in self.spans:
+            self._offsets.append(self.num_tokens)
+            self.num_tokens += stop - start
 
     def find(self, start: int, stop: int) -> Place | None:
         """Where a global span lies, if one of the buffer's spans (or several that adjoin) holds it."""
-        exact = self._offset_of.get((start, stop))
-        if exact is not None:
-            return Place(self.number, exact, exact + stop - start)
-        at, reached = None, start
-        for (first, last), offset in self._offset_of.items():
-            if first <= reached < last:
-                at = offset + start - first if at is None else at
-                reached = last
-                if reached >= stop:
-                    return Place(self.number, at, at + stop - start)
-        return None
+        index = bisect_right(self._starts, start) - 1
+        if index < 0 or start >= self.spans[index][1]:
+            return None
+        at = self._offsets[index] + start - self.spans[index][0]
+        while self.spans[index][1] < stop:
+            index += 1
+            if index == len(self.spans) or self.spans[index][0] != self.spans[index - 1][1]:
+                return None
+        return Place(self.number, at, at + stop - start)
 
 
-def _arrivals(schedule: Schedule, rank: int) -> dict[tuple[MoveKind, int], _Buffer]:
-    spans: dict[tuple[MoveKind, int], list[tuple[int, int]]] = defaultdict(list)
+def _segments(schedule: Schedule, rank: int) -> list[Span]:
+    return [(segment.start, segment.stop) for segment in schedule.segments if segment.rank == rank]
+
+
+def _own_buffer(schedule: Schedule, rank: int) -> _Buffer:
+    """The tokens whose queries this rank's layers see: all it owns but what is resident."""
+    segments = _segments(schedule, rank)
+    resident = set(_intersect(segments, schedule.resident))
+    return _Buffer(OWN, [span for span in segments if span not in resident])
+
+
+def _intersect(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Parts of ``spans`` that lie in one of ``others``."""
+    found = [(max(a, c), min(b, d)) for a, b in spans for c, d in others]
+    return [span for span in found if span[0] < span[1]]
+
+
+def _arrivals(schedule: Schedule, rank: int) -> dict[BufferKey, _Buffer]:
+    spans: dict[BufferKey, list[Span]] = defaultdict(list)
     for index, stage in enumerate(schedule.stages):
         for move in stage.moves:
             if move.dst == rank and move.kind != "state":
-                spans[move.kind, index].append((move.start, move.stop))
+                spans[move.kind, index, _heads_of(move)].append((move.start, move.stop))
     return {key: _Buffer(key[1], found) for key, found in spans.items()}
 
 
-def _find(buffers: Iterable[_Buffer], start: int, stop: int, what: str, rank: int) -> Place:
+def _heads_of(item: Move | Tile) -> Heads:
+    return item.head_part, item.num_head_parts
+
+
+def _find(buffers: Iterable[_Buffer | None], start: int, stop: int, what: str) -> Place:
     for buffer in buffers:
-        place = buffer.find(start, stop)
+        place = buffer.find(start, stop) if buffer is not None else None
         if place is not None:
             return place
-    raise PlanError(
-        f"rank {rank} has no {what} of tokens [{start}, {stop}) when it needs them; run planner.check"
-    )
+    raise PlanError(f"no {what} of tokens [{start}, {stop}) here when needed; run planner.check")
 
 
-def _locate_tile(tile: Tile, queries: Sequence[_Buffer], keys: Sequence[_Buffer], rank: int) -> Call:
+def _locate_tile(
+    tile: Tile, index: int, own: _Buffer, resident: _Buffer, arrivals: dict[BufferKey, _Buffer]
+) -> Call:
+    heads = _heads_of(tile)
+
+    def arrived(kind: MoveKind) -> Iterable[_Buffer | None]:
+        return (arrivals.get((kind, stage, heads)) for stage in range(index, -1, -1))
+
     return Call(
-        _find(queries, tile.query_start, tile.query_stop, "queries", rank),
-        _find(keys, tile.key_start, tile.key_stop, "keys", rank),
+        _find((own, *arrived("q")), tile.query_start, tile.query_stop, "queries"),
+        _find((own, resident, *arrived("kv")), tile.key_start, tile.key_stop, "keys"),
         tile.causal,
+        heads,
     )
 
 
 def _in_order(moves: Iterable[Move]) -> list[Move]:
     """Both ends list a stage's moves in this order, so that bytes need no labels."""
-    return sorted(moves, key=lambda move: (move.kind, move.start, move.stop))
+    return sorted(moves, key=lambda move: (move.kind, move.start, move.stop, _heads_of(move)))
 
 
 def _outgoing(
-    stage: Stage, rank: int, own: _Buffer, arrivals: dict[tuple[MoveKind, int], _Buffer]
+    stage: Stage, rank: int, own: _Buffer, resident: _Buffer, arrivals: dict[BufferKey, _Buffer]
 ) -> Iterable[Parcel]:
-    foreign_queries = [buffer for (kind, _), buffer in arrivals.items() if kind == "q"]
     for move in _in_order(move for move in stage.moves if move.src == rank):
-        buffers = foreign_queries if move.kind == "state" else [own]
-        yield Parcel(move.kind, move.dst, _find(buffers, move.start, move.stop, f"{move.kind} to send", rank))
+        heads = _heads_of(move)
+        buffers = [own, resident]
+        if move.kind == "state":
+            buffers = [buffer for (kind, _, part), buffer in arrivals.items() if (kind, part) == ("q", heads)]
+        place = _find(buffers, move.start, move.stop, f"{move.kind} to send")
+        yield Parcel(move.kind, move.dst, place, heads)
 
 
 def _incoming(
-    stage: Stage, index: int, rank: int, own: _Buffer, arrivals: dict[tuple[MoveKind, int], _Buffer]
+    stage: Stage, index: int, rank: int, own: _Buffer, arrivals: dict[BufferKey, _Buffer]
 ) -> Iterable[Parcel]:
     for move in _in_order(move for move in stage.moves if move.dst == rank):
-        buffers = [own] if move.kind == "state" else [arrivals[move.kind, index]]
-        yield Parcel(
-            move.kind, move.src, _find(buffers, move.start, move.stop, f"room for {move.kind}", rank)
-        )
+        heads = _heads_of(move)
+        buffer = own if move.kind == "state" else arrivals[move.kind, index, heads]
+        place = _find([buffer], move.start, move.stop, f"room for {move.kind}")
+        yield Parcel(move.kind, move.src, place, heads)
 
 
 def _merge_calls(calls: Sequence[Call]) -> list[Call]:
@@ -193,11 +279,13 @@ def _merge_calls(calls: Sequence[Call]) -> list[Call]:
 
     Keys of a rectangle may be joined in any order, so what adjoins in a buffer need not adjoin in a row.
     """
-    causal = [call for call in calls if call.causal]
-    rectangles = [(call.queries, call.keys) for call in calls if not call.causal]
-    rectangles = _join(rectangles)
-    rectangles = [(q, k) for k, q in _join([(k, q) for q, k in rectangles])]
-    return causal + [Call(queries, keys, causal=False) for queries, keys in rectangles]
+    merged = [call for call in calls if call.causal]
+    for heads in dict.fromkeys(call.heads for call in calls):
+        rectangles = [(c.queries, c.keys) for c in calls if not c.causal and c.heads == heads]
+        rectangles = _join(rectangles)
+        rectangles = [(q, k) for k, q in _join([(k, q) for q, k in rectangles])]
+        merged += [Call(queries, keys, causal=False, heads=heads) for queries, keys in rectangles]
+    return merged
 
 
 def _join(pairs: Iterable[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
@@ -219,20 +307,37 @@ def _join(pairs: Iterable[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
     return joined
 
 
-def _require_diagonals(stages: Sequence[RankStage], num_tokens: int) -> None:
-    """Own causal calls are written, not merged, and come first: together they must hold each token once."""
+def _covers_own_tokens(stages: Sequence[RankStage], num_tokens: int) -> bool:
+    """Whether stage 0's own causal calls of all heads hold each own token once."""
     spans = sorted(
         (call.queries.start, call.queries.stop)
-        for index, stage in enumerate(stages)
-        for call in stage.calls
-        if call.causal and call.queries.buffer == OWN and index == 0
+        for call in (stages[0].calls if stages else ())
+        if call.causal and call.queries.buffer == OWN and call.heads == ALL_HEADS
     )
     cursor = 0
     for start, stop in spans:
         if start != cursor:
-            break
+            return False
         cursor = stop
-    if cursor != num_tokens:
-        raise PlanError(
-            f"own token {cursor} of {num_tokens} does not attend to itself once in stage 0; run planner.check"
-        )
+    return cursor == num_tokens
+
+
+def _without_outputs(schedule: Schedule, saved: Sequence[Span]) -> Schedule:
+    """The schedule without the tiles and states of queries whose outputs are saved.
+
+    Their operands still travel, because backward reads them, unless backward has them sent again anyway.
+    """
+
+    def is_saved(start: int, stop: int) -> bool:
+        return any(first <= start and stop <= last for first, last in saved)
+
+    stages = []
+    for stage in schedule.stages:
+        tiles = [tile for tile in stage.tiles if not is_saved(tile.query_start, tile.query_stop)]
+        moves = [
+            move
+            for move in stage.moves
+            if not is_saved(move.start, move.stop) or (move.kind != "state" and not schedule.resend)
+        ]
+        stages.append(Stage(tuple(moves), tuple(tiles)))
+    return replace(schedule, stages=tuple(stages))
