@@ -1,11 +1,45 @@
 """Tree sizes -> passes and decisions: which trees share one forward, and which ranks share a tree."""
 
 from collections.abc import Sequence
-from typing import Literal
+from math import gcd
+from typing import Literal, cast
 
+from treecp_rl.errors import ConfigError
 from treecp_rl.plan import Decision, Kind
 
-Mode = Literal["auto", "local", "gather", "ring", "tree_move_kv", "move_q"]
+Mode = Literal[
+    "auto",
+    "fused",
+    "split",
+    "local",
+    "gather",
+    "heads",
+    "reuse_ring",
+    "tree_move_kv",
+    "move_q",
+    "dcp_fused",
+    "flat_ring",
+    "split_gather",
+    "split_heads",
+    "split_tree_move_kv",
+    "split_move_q",
+]
+"""How trees run. ``auto`` chooses; ``fused`` and ``split`` force the form and choose the kind; any other forces
+form and kind on every tree. ``reuse_ring`` is a ring over the tree (AugTree's MegaR), ``flat_ring`` a ring over
+every row on its own (MegaN, and the paper's b = 0)."""
+
+
+def is_split(mode: Mode) -> bool:
+    """Whether a mode forces every tree into a prefill pass and replay passes."""
+    return mode.startswith("split")
+
+
+def _forced_kind(mode: Mode) -> Kind | None:
+    if mode in ("auto", "fused", "split"):
+        return None
+    if mode in ("flat_ring", "reuse_ring"):
+        return "ring"
+    return cast(Kind, mode.removeprefix("split_"))
 
 
 def pack_into_passes(tree_tokens: Sequence[int], tokens_per_pass: int) -> tuple[tuple[int, ...], ...]:
@@ -32,20 +66,27 @@ def pack_into_passes(tree_tokens: Sequence[int], tokens_per_pass: int) -> tuple[
     return tuple(tuple(sorted(trees)) for trees in passes)
 
 
-def decide(tree_tokens: Sequence[int], domain_size: int, mode: Mode = "auto") -> tuple[Decision, ...]:
+def decide(
+    tree_tokens: Sequence[int], domain_size: int, mode: Mode = "auto", num_kv_heads: int = 1
+) -> tuple[Decision, ...]:
     """A decision for each tree of a pass.
 
-    ``auto`` keeps a tree whole on the rank with the fewest tokens, largest tree first, unless it alone exceeds
-    an even share of the pass: then it is cut over all ranks by ``gather``. Any other mode forces that kind on
-    every tree.
+    Where the mode leaves the kind open, a tree stays whole on the rank with the fewest tokens, largest tree
+    first, unless it alone exceeds an even share of the pass: then it is cut over all ranks by ``gather``.
 
     Args:
         tree_tokens: packed tokens of each tree.
         domain_size: ranks that share the pass.
+        num_kv_heads: key/value heads of the model, which ``heads`` deals out inside a lane.
+
+    Raises:
+        ConfigError: the model cannot run the forced kind.
     """
-    if mode != "auto":
-        degree = 1 if mode == "local" else domain_size
-        return tuple(Decision(mode, degree=degree, lanes=_lanes(mode, degree)) for _ in tree_tokens)
+    kind = _forced_kind(mode)
+    if kind is not None:
+        degree = 1 if kind == "local" else domain_size
+        lanes = _lanes(kind, degree, num_kv_heads)
+        return tuple(Decision(kind, degree=degree, lanes=lanes) for _ in tree_tokens)
     load = [0.0] * domain_size
     share = sum(tree_tokens) / domain_size
     decisions = [Decision("local")] * len(tree_tokens)
@@ -61,5 +102,13 @@ def decide(tree_tokens: Sequence[int], domain_size: int, mode: Mode = "auto") ->
     return tuple(decisions)
 
 
-def _lanes(kind: Kind, degree: int) -> int:
+def _lanes(kind: Kind, degree: int, num_kv_heads: int) -> int:
+    if kind == "heads":
+        per_lane = gcd(degree, num_kv_heads)
+        if degree > 1 and per_lane == 1:
+            raise ConfigError(
+                f"heads deals out {num_kv_heads} key/value heads over {degree} ranks, which have no common divisor; "
+                "choose a domain_size that shares one, or another mode"
+            )
+        return degree // per_lane
     return 2 if kind == "tree_move_kv" and degree % 2 == 0 else 1
