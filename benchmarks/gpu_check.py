@@ -617,14 +617,14 @@ class Stack:
     def flat(self, point: Point, rows_per_pass: int) -> Contestant:
         """The same rows side by side; the same layers, head and loss."""
         losses: list[Tensor] = []
-        tokens_per_pass = rows_per_pass * point.row_tokens
-        plan = plan_passes(make_rows(point, self.sizes.vocab), share="none", tokens_per_pass=tokens_per_pass)
+        trees = fold(make_rows(point, self.sizes.vocab), "none")
+        batches = [trees[i : i + rows_per_pass] for i in range(0, len(trees), rows_per_pass)]
         loss_fn = _loss_fn(point, self.device, losses)
 
         def run() -> None:
-            for trees in plan.passes:
-                packed = pack(trees).to(self.device)
-                borders = RowBorders.of([tree.num_tokens for tree in trees], self.device)
+            for batch in batches:
+                packed = pack(batch).to(self.device)
+                borders = RowBorders.of([row.num_tokens for row in batch], self.device)
                 with scoring_head(self.model.get_output_embeddings(), packed, self.options.head):
                     scores = self.model(
                         input_ids=packed.input_ids.unsqueeze(0),
