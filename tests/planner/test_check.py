@@ -7,37 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.shapes import KINDS, decision, trees
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision, Node, Schedule, Stage
 from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower, lower_local
 
-KINDS = ("gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
-
-
-def trees(*groups):
-    """(prompt, responses) lengths -> nodes of one-level trees on one axis."""
-    nodes, cursor = [], 0
-    for prompt, responses in groups:
-        root, stop = len(nodes), cursor + prompt + sum(responses)
-        nodes.append(Node(-1, cursor, cursor + prompt, stop))
-        cursor += prompt
-        for response in responses:
-            nodes.append(Node(root, cursor, cursor + response, cursor + response))
-            cursor += response
-    return nodes
-
-
 DEEP = [
     Node(-1, 0, 70, 400), Node(0, 70, 150, 300), Node(1, 150, 151, 151), Node(1, 151, 300, 300),
     Node(0, 300, 390, 400), Node(4, 390, 400, 400),
 ]  # fmt: skip
-
-
-def decision(kind, degree, first_rank=0):
-    lanes = 2 if kind in ("tree_move_kv", "heads") and degree % 2 == 0 else 1
-    return Decision(kind, first_rank, degree, lanes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,6 +36,7 @@ def decision(kind, degree, first_rank=0):
     ids=["prompt-heavy", "even", "response-heavy", "long-tail", "one-token", "7-and-29", "deep"],
 )
 def test_every_lowering_is_accepted(kind, degree, nodes):
+    degree = min(degree, nodes[0].subtree_stop)
     check(lower(nodes, [decision(kind, degree)], degree), nodes)
 
 
@@ -77,7 +58,10 @@ lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
 @settings(max_examples=100, deadline=None)
 def test_mixed_trees_on_nested_ranks_are_accepted(groups):
     nodes = trees(*[(prompt, responses) for prompt, responses, *_ in groups])
-    decisions = [decision(kind, min(degree, 4 - first), first) for *_, kind, first, degree in groups]
+    decisions = [
+        decision(kind, min(degree, 4 - first, prompt + sum(responses)), first)
+        for prompt, responses, kind, first, degree in groups
+    ]
     check(lower(nodes, decisions, 4), nodes)
 
 
@@ -136,8 +120,8 @@ def test_tokens_that_travel_unread_are_refused():
     nodes = trees((300, [200, 200]))
     schedule = lower(nodes, [decision("gather", 2)], 2)
     stage = schedule.stages[1]
-    read = {(move.start, move.stop) for move in stage.moves if move.dst == 0}
-    owned = next(s for s in schedule.segments if s.rank == 1 and (s.start, s.stop) not in read)
+    come = [(move.start, move.stop) for move in stage.moves if move.dst == 0]
+    owned = next(s for s in schedule.segments if s.rank == 1 and not any(a <= s.start < b for a, b in come))
     extra = stage.moves[0]._replace(src=1, dst=0, start=owned.start, stop=owned.stop)
     stages = (schedule.stages[0], replace(stage, moves=(*stage.moves, extra)))
     with pytest.raises(PlanError, match="reads only"):

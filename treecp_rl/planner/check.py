@@ -1,22 +1,29 @@
 """Schedule -> nothing, or the reason why it must not run: proofs about a plan, before any collective.
 
 What is proven: every token is owned once; every valid (query, key) pair is computed exactly once and no other;
-every operand of a tile is owned by, or has arrived at, the tile's rank; every moved token is read where it
-arrives; every state of a moved query returns once, late enough. Collectives follow from the stage list, which
-is the same on all ranks, so their order agrees by construction.
+every operand of a tile is owned by, or has arrived in one buffer at, the tile's rank; every moved token is read
+where it arrives; every state of a moved query returns once, late enough; no rank exceeds its memory budget.
+Collectives follow from the stage list, which is the same on all ranks, so their order agrees by construction.
+
+Tiles and moves are checked as columns of integers: a proof of thousands of tiles takes milliseconds.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import chain
 from math import lcm
 
+import numpy as np
+import numpy.typing as npt
+
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Move, MoveKind, Node, Schedule, Span, Stage, Tile
+from treecp_rl.plan import MOVE_KINDS, Move, MoveKind, Node, Schedule, Span, Tile
 
 STATE_DELAY = 2
 """Stages from a tile to its state's return: stage i+1's moves are posted before stage i's tiles run."""
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 def check(schedule: Schedule, nodes: Sequence[Node]) -> None:
@@ -25,32 +32,202 @@ def check(schedule: Schedule, nodes: Sequence[Node]) -> None:
     Raises:
         PlanError: the first rule that does not hold, with the span and rank where it fails.
     """
-    _check_ownership(schedule)
-    for heads in _by_heads(schedule):
-        _check_coverage(heads, nodes)
-        _check_operands(heads)
-        _check_states(heads)
-
-
-def _by_heads(schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule as each smallest part of the heads sees it: for one part the rules know nothing of others."""
-    parts = lcm(*{item.num_head_parts for stage in schedule.stages for item in (*stage.tiles, *stage.moves)})
-    if parts == 1:
-        yield schedule
-        return
+    forest = _Forest.of(schedule, nodes)
+    owned = _owned(schedule)
+    tiles, moves = _tile_table(schedule), _move_table(schedule)
+    _check_fields(schedule, tiles, moves)
+    parts = lcm(*np.unique(np.concatenate([tiles.num_parts, moves.num_parts])).tolist())
     for part in range(parts):
+        # For one smallest part of the heads the rules know nothing of the others.
+        some_tiles = tiles.where(part * tiles.num_parts // parts == tiles.part) if parts > 1 else tiles
+        some_moves = moves.where(part * moves.num_parts // parts == moves.part) if parts > 1 else moves
+        _check_coverage(forest, some_tiles)
+        _check_traffic(schedule, owned, some_tiles, some_moves)
 
-        def here(item: Tile | Move, part: int = part) -> bool:
-            return part * item.num_head_parts // parts == item.head_part
 
-        stages = tuple(
-            Stage(tuple(filter(here, stage.moves)), tuple(filter(here, stage.tiles)))
-            for stage in schedule.stages
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Columns of a schedule's tiles."""
+
+    stage: Ints
+    rank: Ints
+    query_start: Ints
+    query_stop: Ints
+    key_start: Ints
+    key_stop: Ints
+    causal: Ints
+    part: Ints
+    num_parts: Ints
+
+    def where(self, chosen: Bools | Ints) -> "_Tiles":
+        return _Tiles(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+    def describe(self, index: int) -> str:
+        """One tile, with its stage, for a message."""
+        stage, *row = [int(getattr(self, name)[index]) for name in self.__slots__]
+        return f"stage {stage}: {Tile._make(row)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Columns of a schedule's moves."""
+
+    stage: Ints
+    kind: Ints
+    src: Ints
+    dst: Ints
+    start: Ints
+    stop: Ints
+    part: Ints
+    num_parts: Ints
+
+    def where(self, chosen: Bools | Ints) -> "_Moves":
+        return _Moves(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+    def of_kind(self, kind: MoveKind) -> "_Moves":
+        return self.where(self.kind == MOVE_KINDS.index(kind))
+
+    def describe(self, index: int) -> str:
+        """One move, with its stage, for a message."""
+        stage, kind, *rest = [int(getattr(self, name)[index]) for name in self.__slots__]
+        return f"stage {stage}: {Move(MOVE_KINDS[kind], *rest)}"
+
+
+def _tile_table(schedule: Schedule) -> _Tiles:
+    rows = chain.from_iterable(chain.from_iterable(stage.tiles for stage in schedule.stages))
+    return _Tiles(*_columns(rows, [len(stage.tiles) for stage in schedule.stages], 8))
+
+
+def _move_table(schedule: Schedule) -> _Moves:
+    code = {kind: index for index, kind in enumerate(MOVE_KINDS)}
+    rows = chain.from_iterable(
+        (code[move.kind], *move[1:]) for stage in schedule.stages for move in stage.moves
+    )
+    return _Moves(*_columns(rows, [len(stage.moves) for stage in schedule.stages], 7))
+
+
+def _columns(numbers: Iterable[int], per_stage: Sequence[int], width: int) -> Iterator[Ints]:
+    total = sum(per_stage)
+    table = np.fromiter(numbers, np.int64, total * width).reshape(total, width)
+    yield np.repeat(np.arange(len(per_stage)), per_stage)
+    yield from np.ascontiguousarray(table.T)
+
+
+def _check_fields(schedule: Schedule, tiles: _Tiles, moves: _Moves) -> None:
+    """Every number lies where numbers of its kind may lie."""
+    for table, ranks, spans in (
+        (tiles, [tiles.rank], [(tiles.query_start, tiles.query_stop), (tiles.key_start, tiles.key_stop)]),
+        (moves, [moves.src, moves.dst], [(moves.start, moves.stop)]),
+    ):
+        for rank in ranks:
+            _refuse(table, (rank < 0) | (rank >= schedule.world_size), "is on a rank outside the domain")
+        for start, stop in spans:
+            outside = (start < 0) | (stop > schedule.num_tokens) | (stop <= start)
+            _refuse(table, outside, f"has a span that is empty or outside the pass's {schedule.num_tokens}")
+        wrong_part = (table.part < 0) | (table.part >= table.num_parts)
+        _refuse(table, wrong_part, "has a part of the heads that does not exist")
+    _refuse(moves, moves.src == moves.dst, "goes nowhere")
+    square = (tiles.query_start == tiles.key_start) & (tiles.query_stop == tiles.key_stop)
+    _refuse(
+        tiles, (tiles.causal != 0) & ~square, "is causal and not square: kernels disagree on its diagonal"
+    )
+
+
+def _refuse(table: _Tiles | _Moves, broken: Bools, reason: str) -> None:
+    if broken.any():
+        raise PlanError(f"{table.describe(int(np.argmax(broken)))} {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Forest:
+    """Columns of the pass's nodes that hold tokens, ascending."""
+
+    nodes: tuple[Node, ...]
+    start: Ints
+    depth: Ints
+    """Position of each node's first token in its rows."""
+    reaches: tuple[Ints, ...]
+    """[i][n]: where the first of the subtrees of nodes n to n + 2**i - 1 ends."""
+    pairs_before: Ints
+    """Valid pairs of all queries before each node."""
+    resident: tuple[Span, ...]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, nodes: Sequence[Node]) -> "_Forest":
+        depths: list[int] = []
+        for node in nodes:
+            parent = node.parent
+            depths.append(depths[parent] + nodes[parent].stop - nodes[parent].start if parent >= 0 else 0)
+        filled = [(node, depth) for node, depth in zip(nodes, depths, strict=True) if node.stop > node.start]
+        cursor = 0
+        for node, _ in filled:
+            if node.start != cursor:
+                raise PlanError(f"{node} does not start where the node before it ends, at {cursor}")
+            cursor = node.stop
+        if cursor != schedule.num_tokens:
+            raise PlanError(f"the schedule has {schedule.num_tokens} tokens, its trees have {cursor}")
+        roots = {(node.start, node.stop) for node in nodes if node.parent < 0}
+        for span in schedule.resident:
+            if span not in roots:
+                raise PlanError(
+                    f"tokens {span} are said to be resident, but only a whole root can be: {roots}"
+                )
+        resident = set(schedule.resident)
+        length = np.array([node.stop - node.start for node, _ in filled], np.int64)
+        depth = np.array([depth for _, depth in filled], np.int64)
+        asks = np.array([(node.start, node.stop) not in resident for node, _ in filled], np.int64)
+        pairs = (length * depth + length * (length + 1) // 2) * asks
+        return cls(
+            nodes=tuple(node for node, _ in filled),
+            start=np.array([node.start for node, _ in filled], np.int64),
+            depth=depth,
+            reaches=_range_minima(np.array([node.subtree_stop for node, _ in filled], np.int64)),
+            pairs_before=np.concatenate([np.zeros(1, np.int64), np.cumsum(pairs)]),
+            resident=tuple(sorted(resident)),
+            num_tokens=schedule.num_tokens,
         )
-        yield replace(schedule, stages=stages)
+
+    def reach(self, start: Ints, stop: Ints) -> Ints:
+        """One past the last token that attends to all of [start, stop) and lies behind it."""
+        first = np.searchsorted(self.start, start, "right") - 1
+        last = np.searchsorted(self.start, stop - 1, "right") - 1
+        found = np.empty_like(start)
+        level = np.frexp((last - first + 1).astype(np.float64))[1] - 1
+        for i in np.unique(level).tolist():
+            of_level = level == i
+            minima = self.reaches[i]
+            found[of_level] = np.minimum(minima[first[of_level]], minima[last[of_level] + 1 - (1 << i)])
+        return found
+
+    def num_pairs(self, borders: Ints) -> Ints:
+        """Valid pairs of the queries between neighbouring borders, none for queries of resident spans."""
+        node = np.searchsorted(self.start, borders, "right") - 1
+        inside = borders - self.start[node]
+        is_asked = self.pairs_before[node + 1] > self.pairs_before[node]
+        before = self.pairs_before[node]
+        before += (inside * self.depth[node] + inside * (inside + 1) // 2) * is_asked
+        return before[1:] - before[:-1]
+
+    def keys_of(self, query: int) -> list[Span]:
+        """The keys a query is to attend to, for a message."""
+        return merge_spans(
+            (node.start, min(node.stop, query + 1))
+            for node in self.nodes
+            if node.start <= query < node.subtree_stop
+        )
 
 
-def _check_ownership(schedule: Schedule) -> None:
+def _range_minima(values: Ints) -> tuple[Ints, ...]:
+    levels = [values]
+    while 2 << (len(levels) - 1) <= len(values):
+        half = 1 << (len(levels) - 1)
+        levels.append(np.minimum(levels[-1][:-half], levels[-1][half:]))
+    return tuple(levels)
+
+
+def _owned(schedule: Schedule) -> "_Spans":
+    """What each rank owns, after a look whether every token is owned once."""
     cursor = 0
     for segment in sorted(schedule.segments, key=lambda segment: segment.start):
         if not 0 <= segment.rank < schedule.world_size:
@@ -62,141 +239,224 @@ def _check_ownership(schedule: Schedule) -> None:
         cursor = segment.stop
     if cursor != schedule.num_tokens:
         raise PlanError(f"tokens {cursor} to {schedule.num_tokens} are owned by no rank")
+    rows = np.array([(s.rank, s.start, s.stop) for s in schedule.segments], np.int64).reshape(-1, 3)
+    return _Spans.union(*_axis(schedule).of_ranks(*rows.T))
 
 
-def _check_coverage(schedule: Schedule, nodes: Sequence[Node]) -> None:
-    """Cut the query axis where any tile or node begins or ends; inside a cut all queries see the same keys."""
-    tiles = [tile for stage in schedule.stages for tile in stage.tiles]
-    for tile in tiles:
-        square = (tile.query_start, tile.query_stop) == (tile.key_start, tile.key_stop)
-        if tile.causal and not square:
-            raise PlanError(f"{tile} is causal and not square: kernels disagree about its diagonal")
-    borders = sorted(
-        {border for tile in tiles for border in (tile.query_start, tile.query_stop)}
-        | {border for node in nodes for border in (node.start, node.stop)}
+def _check_coverage(forest: _Forest, tiles: _Tiles) -> None:
+    """All computed pairs are valid, none is computed twice, and there are as many as there are valid ones.
+
+    The query axis is cut where any tile begins or ends: inside a cut all queries see the same tiles, so that
+    two tiles of a cut share a pair exactly if their keys overlap.
+    """
+    for start, stop in forest.resident:
+        again = (tiles.query_start < stop) & (tiles.query_stop > start)
+        _refuse(tiles, again, f"computes queries of tokens {(start, stop)} again, which an earlier pass did")
+    is_causal = tiles.causal != 0
+    outside = (~is_causal & (tiles.query_start < tiles.key_stop)) | (
+        tiles.query_stop > forest.reach(tiles.key_start, tiles.key_stop)
     )
-    keys_of: list[list[Span]] = [[] for _ in borders]
-    diagonals = [0] * len(borders)
-    for tile in tiles:
-        for cut in range(bisect_left(borders, tile.query_start), bisect_left(borders, tile.query_stop)):
-            if tile.causal:
-                diagonals[cut] += 1
-                if borders[cut] > tile.key_start:
-                    keys_of[cut].append((tile.key_start, borders[cut]))
-            else:
-                keys_of[cut].append((tile.key_start, tile.key_stop))
-    resident = set(schedule.resident)
-    for node, ancestors in zip(nodes, _ancestor_spans(nodes), strict=True):
-        asks = (node.start, node.stop) not in resident
-        for cut in range(bisect_left(borders, node.start), bisect_left(borders, node.stop)):
-            queries = (borders[cut], borders[cut + 1])
-            if not asks:
-                if diagonals[cut] or keys_of[cut]:
-                    raise PlanError(f"queries {queries} belong to an earlier pass, and are computed again")
-                continue
-            expected = [*ancestors, (node.start, borders[cut])]
-            if diagonals[cut] != 1:
-                raise PlanError(f"queries {queries} attend to themselves {diagonals[cut]} times, not once")
-            _require_same_keys(queries, keys_of[cut], expected)
-
-
-def _ancestor_spans(nodes: Sequence[Node]) -> list[list[Span]]:
-    spans: list[list[Span]] = []
-    for node in nodes:
-        parent = node.parent
-        spans.append([] if parent < 0 else [*spans[parent], (nodes[parent].start, nodes[parent].stop)])
-    return spans
-
-
-def _require_same_keys(queries: Span, computed: list[Span], expected: Iterable[Span]) -> None:
-    union = merge_spans(computed)
-    if _num_tokens(computed) != _num_tokens(union):
-        raise PlanError(f"queries {queries} attend to a key twice: {sorted(computed)}")
-    if union != merge_spans(expected):
-        raise PlanError(f"queries {queries} attend to keys {union}, they should to {merge_spans(expected)}")
-
-
-def _check_operands(schedule: Schedule) -> None:
-    """Every operand is at hand when its tile runs, and nothing travels unread."""
-    owned: dict[int, list[Span]] = defaultdict(list)
-    for segment in schedule.segments:
-        owned[segment.rank].append((segment.start, segment.stop))
-    at_hand = {rank: merge_spans(spans) for rank, spans in owned.items()}
-    arrived: dict[tuple[MoveKind, int], list[Span]] = defaultdict(list)
-    read: dict[tuple[MoveKind, int], set[Span]] = defaultdict(set)
-    for index, stage in enumerate(schedule.stages):
-        arriving: dict[tuple[MoveKind, int], list[Span]] = defaultdict(list)
-        for move in stage.moves:
-            if move.kind == "state":
-                continue
-            if move.src == move.dst or not _covers(at_hand.get(move.src, []), (move.start, move.stop)):
-                raise PlanError(f"stage {index}: {move} leaves a rank that does not own these tokens")
-            arriving[move.kind, move.dst].append((move.start, move.stop))
-        for (kind, rank), spans in arriving.items():
-            both = [*arrived[kind, rank], *spans]
-            if _num_tokens(merge_spans(both)) != _num_tokens(both):
-                raise PlanError(
-                    f"stage {index}: rank {rank} receives some {kind} of {sorted(spans)} a second time"
-                )
-            arrived[kind, rank] = merge_spans(both)
-        # What is sent again in backward arrives there for the tiles of its own stage alone.
-        readable = (
-            {key: merge_spans(spans) for key, spans in arriving.items()} if schedule.resend else arrived
+    _refuse(tiles, outside, "holds pairs of a query and a key that it must not see")
+    ends = np.array([0, forest.num_tokens], np.int64)
+    borders = np.unique(np.concatenate([tiles.query_start, tiles.query_stop, ends]))
+    tile, cut = _ranges(
+        np.searchsorted(borders, tiles.query_start), np.searchsorted(borders, tiles.query_stop)
+    )
+    width = np.diff(borders)
+    key_start = tiles.key_start[tile]
+    key_stop = np.where(is_causal[tile], borders[cut + 1], tiles.key_stop[tile])
+    order = np.lexsort((key_start, cut))
+    tile, cut, key_start, key_stop = tile[order], cut[order], key_start[order], key_stop[order]
+    twice = (cut[1:] == cut[:-1]) & (key_start[1:] < key_stop[:-1])
+    if twice.any():
+        index = int(np.argmax(twice)) + 1
+        raise PlanError(
+            f"queries {_span(borders, cut[index])} attend to a key twice: {tiles.describe(tile[index - 1])} "
+            f"and {tiles.describe(tile[index])}"
         )
-        for tile in stage.tiles:
-            operands: tuple[tuple[MoveKind, Span], ...] = (
-                ("q", (tile.query_start, tile.query_stop)),
-                ("kv", (tile.key_start, tile.key_stop)),
+    pairs = width[cut] * (key_stop - key_start)
+    pairs -= np.where(is_causal[tile], width[cut] * (width[cut] - 1) // 2, 0)
+    computed = np.zeros(len(width), np.int64)
+    np.add.at(computed, cut, pairs)
+    expected = forest.num_pairs(borders)
+    if not np.array_equal(computed, expected):
+        index = int(np.argmax(computed != expected))
+        seen = cut == index
+        raise PlanError(
+            f"queries {_span(borders, index)} compute {computed[index]} of their {expected[index]} pairs: they "
+            f"attend to keys {merge_spans(_pairs(key_start[seen], key_stop[seen]))}, their first one should to "
+            f"{forest.keys_of(int(borders[index]))}"
+        )
+
+
+def _check_traffic(schedule: Schedule, owned: "_Spans", tiles: _Tiles, moves: _Moves) -> None:
+    """Every operand is at hand when its tile runs, nothing travels unread, and states return."""
+    axis = _axis(schedule)
+    operands: tuple[tuple[MoveKind, Ints, Ints], ...] = (
+        ("kv", tiles.key_start, tiles.key_stop),
+        ("q", tiles.query_start, tiles.query_stop),
+    )
+    for kind, start, stop in operands:
+        arriving = moves.of_kind(kind)
+        is_owned = owned.cover(*axis.of_ranks(arriving.src, arriving.start, arriving.stop))
+        _refuse(arriving, ~is_owned, "leaves a rank that does not own these tokens")
+        arrivals = _Arrivals.of(axis, arriving)
+        away = ~owned.cover(*axis.of_ranks(tiles.rank, start, stop))
+        readers = _Readers(kind, tiles.where(away), start[away], stop[away])
+        arrivals.require_at_hand(readers, only_in_own_stage=schedule.resend)
+        arrivals.require_all_read(readers)
+        if kind == "q":
+            _check_states(axis, owned, arrivals, readers, moves.of_kind("state"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Spans of tokens of many ranks, or of many stages' buffers on many ranks, side by side on one axis."""
+
+    world_size: int
+    stride: int
+
+    def of_ranks(self, rank: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        return rank * self.stride + start, rank * self.stride + stop
+
+    def of_buffers(self, stage: Ints, rank: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+        return self.of_ranks(stage * self.world_size + rank, start, stop)
+
+    def on_rank(self, rank: int, spans: "_Spans") -> list[Span]:
+        """The tokens of one rank, for a message."""
+        mine = spans.start // self.stride == rank
+        shift = rank * self.stride
+        return _pairs(spans.start[mine] - shift, spans.stop[mine] - shift)
+
+
+def _axis(schedule: Schedule) -> _Axis:
+    return _Axis(schedule.world_size, schedule.num_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Disjoint spans, ascending, neighbours joined."""
+
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def union(cls, start: Ints, stop: Ints) -> "_Spans":
+        if not len(start):
+            return cls(start, stop)
+        order = np.argsort(start, kind="stable")
+        start, stop = start[order], np.maximum.accumulate(stop[order])
+        first = np.concatenate([[True], start[1:] > stop[:-1]])
+        return cls(start[first], stop[np.concatenate([first[1:], [True]])])
+
+    def cover(self, start: Ints, stop: Ints) -> Bools:
+        """Which of the given spans lie inside one of these."""
+        if not len(self.start):
+            return np.zeros(len(start), np.bool_)
+        index = np.searchsorted(self.start, start, "right") - 1
+        return (index >= 0) & (stop <= self.stop[index])
+
+    def equal(self, other: "_Spans") -> bool:
+        return np.array_equal(self.start, other.start) and np.array_equal(self.stop, other.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Tiles with an operand from elsewhere, and the operand's span."""
+
+    kind: MoveKind
+    tiles: _Tiles
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """Moves of one kind by destination and token, and the buffers that they fill."""
+
+    axis: _Axis
+    moves: _Moves
+    start: Ints
+    """On the axis of ranks, ascending, as ``moves`` are."""
+    buffers: _Spans
+
+    @classmethod
+    def of(cls, axis: _Axis, moves: _Moves) -> "_Arrivals":
+        start, _ = axis.of_ranks(moves.dst, moves.start, moves.stop)
+        moves = moves.where(np.argsort(start, kind="stable"))
+        start, stop = axis.of_ranks(moves.dst, moves.start, moves.stop)
+        second = np.concatenate([np.zeros(min(1, len(start)), np.bool_), start[1:] < stop[:-1]])
+        _refuse(moves, second, "brings tokens that have come already")
+        buffers = _Spans.union(*axis.of_buffers(moves.stage, moves.dst, moves.start, moves.stop))
+        return cls(axis, moves, start, buffers)
+
+    def stage_of(self, rank: Ints, start: Ints, stop: Ints) -> Ints:
+        """Stage in which each span arrived on its rank, in one buffer as a whole; -1 if it did not."""
+        if not len(self.start):
+            return np.full(len(start), -1)
+        at, _ = self.axis.of_ranks(rank, start, stop)
+        stage = self.moves.stage[np.maximum(0, np.searchsorted(self.start, at, "right") - 1)]
+        whole = self.buffers.cover(*self.axis.of_buffers(stage, rank, start, stop))
+        return np.where(whole, stage, -1)
+
+    def require_at_hand(self, readers: _Readers, *, only_in_own_stage: bool) -> None:
+        tiles = readers.tiles
+        stage = self.stage_of(tiles.rank, readers.start, readers.stop)
+        missing = (stage < 0) | (stage > tiles.stage)
+        _refuse(tiles, missing, f"needs {readers.kind} that its rank has not received, in one buffer")
+        if only_in_own_stage:
+            _refuse(
+                tiles,
+                stage != tiles.stage,
+                f"reads {readers.kind} of another stage: what is sent again is there for one stage alone",
             )
-            for kind, span in operands:
-                if _covers(at_hand.get(tile.rank, []), span):
-                    continue
-                if not _covers(readable.get((kind, tile.rank), []), span):
-                    raise PlanError(
-                        f"stage {index}: {tile} needs {kind} {span}, which rank {tile.rank} has not received"
-                    )
-                read[kind, tile.rank].add(span)
-    for (kind, rank), spans in arrived.items():
-        if spans != merge_spans(read[kind, rank]):
+
+    def require_all_read(self, readers: _Readers) -> None:
+        came = _Spans.union(*self.axis.of_ranks(self.moves.dst, self.moves.start, self.moves.stop))
+        read = _Spans.union(*self.axis.of_ranks(readers.tiles.rank, readers.start, readers.stop))
+        if not came.equal(read):
+            unread = ~read.cover(came.start, came.stop)
+            rank = int(came.start[np.argmax(unread)]) // self.axis.stride
             raise PlanError(
-                f"rank {rank} receives {kind} {spans} and reads only {merge_spans(read[kind, rank])}"
+                f"rank {rank} receives {readers.kind} {self.axis.on_rank(rank, came)} and reads only "
+                f"{self.axis.on_rank(rank, read)}"
             )
 
 
-def _check_states(schedule: Schedule) -> None:
+def _check_states(axis: _Axis, owned: _Spans, queries: _Arrivals, readers: _Readers, states: _Moves) -> None:
     """A query computed away from home: its state returns exactly once, after the last tile that adds to it."""
-    owner = sorted((segment.start, segment.stop, segment.rank) for segment in schedule.segments)
-    last_tile: dict[tuple[int, int], dict[Span, int]] = defaultdict(dict)
-    for index, stage in enumerate(schedule.stages):
-        for tile in stage.tiles:
-            home = owner[
-                bisect_right(owner, (tile.query_start, schedule.num_tokens, schedule.world_size)) - 1
-            ][2]
-            if home != tile.rank:
-                last_tile[tile.rank, home][tile.query_start, tile.query_stop] = index
-    returned: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    for index, stage in enumerate(schedule.stages):
-        for move in stage.moves:
-            if move.kind != "state":
-                continue
-            route = (move.src, move.dst)
-            if _overlaps(returned[route], move):
-                raise PlanError(f"stage {index}: {move} returns a state twice")
-            returned[route].append((move.start, move.stop))
-            for (start, stop), stage_of_tile in last_tile[route].items():
-                if start < move.stop and move.start < stop and index < stage_of_tile + STATE_DELAY:
-                    raise PlanError(
-                        f"stage {index}: {move} leaves before the tiles of stage {stage_of_tile} are computed"
-                    )
-    for route, tiles in last_tile.items():
-        if merge_spans(returned[route]) != merge_spans(tiles):
-            raise PlanError(
-                f"rank {route[0]} computes states {merge_spans(tiles)} of rank {route[1]}, and "
-                f"returns {merge_spans(returned[route])}"
-            )
-    for route, spans in returned.items():
-        if route not in last_tile and spans:
-            raise PlanError(f"rank {route[0]} returns states {merge_spans(spans)} that it never computed")
+    at_home = owned.cover(*axis.of_ranks(states.dst, states.start, states.stop))
+    _refuse(states, ~at_home, "returns states to a rank that does not own these tokens")
+    start, stop = axis.of_ranks(states.src, states.start, states.stop)
+    order = np.argsort(start, kind="stable")
+    states, start, stop = states.where(order), start[order], stop[order]
+    twice = np.concatenate([np.zeros(min(1, len(start)), np.bool_), start[1:] < stop[:-1]])
+    _refuse(states, twice, "returns a state twice")
+    computed = _Spans.union(*axis.of_ranks(readers.tiles.rank, readers.start, readers.stop))
+    returned = _Spans.union(start, stop)
+    if not computed.equal(returned):
+        odd = np.concatenate(
+            [
+                computed.start[~returned.cover(computed.start, computed.stop)],
+                returned.start[~computed.cover(returned.start, returned.stop)],
+            ]
+        )
+        rank = int(odd[0]) // axis.stride
+        raise PlanError(
+            f"rank {rank} computes states {axis.on_rank(rank, computed)} of other ranks, and returns "
+            f"{axis.on_rank(rank, returned)}"
+        )
+    apart = queries.stage_of(states.src, states.start, states.stop) < 0
+    _refuse(states, apart, "returns states of queries that came in several buffers")
+    lowest, highest = axis.of_ranks(readers.tiles.rank, readers.start, readers.stop)
+    tile, state = _ranges(np.searchsorted(stop, lowest, "right"), np.searchsorted(start, highest, "left"))
+    early = states.stage[state] < readers.tiles.stage[tile] + STATE_DELAY
+    if early.any():
+        index = int(np.argmax(early))
+        raise PlanError(
+            f"{states.describe(int(state[index]))} leaves before the tiles of stage "
+            f"{readers.tiles.stage[tile[index]]} are computed"
+        )
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
@@ -212,15 +472,17 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _num_tokens(spans: Iterable[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
+def _ranges(first: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """(i, j) for every i and every j of range(first[i], stop[i]), as two columns."""
+    count = stop - first
+    source = np.repeat(np.arange(len(count)), count)
+    within = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    return source, first[source] + within
 
 
-def _covers(spans: Sequence[Span], span: Span) -> bool:
-    """Whether one of the merged ``spans`` contains ``span``."""
-    index = bisect_right(spans, (span[0], 1 << 62)) - 1
-    return index >= 0 and spans[index][0] <= span[0] and span[1] <= spans[index][1]
+def _span(borders: Ints, index: int) -> Span:
+    return int(borders[index]), int(borders[index + 1])
 
 
-def _overlaps(spans: Sequence[Span], move: Move) -> bool:
-    return any(start < move.stop and move.start < stop for start, stop in spans)
+def _pairs(start: Ints, stop: Ints) -> list[Span]:
+    return list(zip(start.tolist(), stop.tolist(), strict=True))

@@ -7,6 +7,7 @@ a planner without a measured profile weighs the two.
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from treecp_rl.plan import Node, Segment
 
@@ -16,33 +17,72 @@ ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
 BALANCE_TOLERANCE = 0.005
 """Work above the mean that a rank may take to keep a response whole."""
+WORK_LIMIT = 1.01
+"""Most work of a rank, over the mean, that ``place_whole`` is content with."""
+TOKEN_LIMIT = 1.15
+"""Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
+CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
+"""``place_whole`` cuts nodes zigzag whose work exceeds this part of a rank's share, until both limits hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nodes [first, stop) of the pass, one tree; parents are indices into the pass's nodes."""
+    """One replay tree of a pass, in depth-first order.
+
+    A node and its only child attend as one longer node would, so they are one here; only the root stays as it
+    is, because a replay pass looks for it where the prefill pass left it.
+    """
 
     nodes: tuple[Node, ...]
-    first: int
-    """Index of the tree's root among the pass's nodes."""
+    """Parents are indices into this tuple."""
+    depths: tuple[int, ...]
+    """Position of each node's first token in its rows."""
+    ends: tuple[int, ...]
+    """One past the index of each node's last descendant."""
 
-    def depth_of(self) -> tuple[int, ...]:
-        """Position of each node's first token in its rows."""
-        depths: list[int] = []
-        for node in self.nodes:
-            if node.parent < 0:
-                depths.append(0)
-            else:
-                parent = node.parent - self.first
-                depths.append(depths[parent] + self.nodes[parent].stop - self.nodes[parent].start)
-        return tuple(depths)
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.root.subtree_stop - self.root.start
+
+    def children(self, index: int) -> list[int]:
+        """Indices of a node's children."""
+        found, child = [], index + 1
+        while child < self.ends[index]:
+            found.append(child)
+            child = self.ends[child]
+        return found
 
 
 def trees_of(nodes: Sequence[Node]) -> tuple[Tree, ...]:
     """Cut a pass's nodes at the roots."""
     roots = [index for index, node in enumerate(nodes) if node.parent < 0]
     stops = [*roots[1:], len(nodes)]
-    return tuple(Tree(tuple(nodes[a:b]), a) for a, b in zip(roots, stops, strict=True))
+    return tuple(_tree(nodes[first:stop], first) for first, stop in zip(roots, stops, strict=True))
+
+
+def _tree(nodes: Sequence[Node], first: int) -> Tree:
+    joined: list[Node] = []
+    depths: list[int] = []
+    index_of: list[int] = []
+    for node in nodes:
+        parent = index_of[node.parent - first] if node.parent >= 0 else -1
+        above = joined[parent] if parent > 0 else None
+        if above and (above.stop, above.subtree_stop) == (node.start, node.subtree_stop):
+            joined[parent] = Node(above.parent, above.start, node.stop, above.subtree_stop)
+            index_of.append(parent)
+            continue
+        depths.append(depths[parent] + _length(joined[parent]) if parent >= 0 else 0)
+        index_of.append(len(joined))
+        joined.append(Node(parent, node.start, node.stop, node.subtree_stop))
+    ends = list(range(1, len(joined) + 1))
+    for index in range(len(joined) - 1, 0, -1):
+        parent = joined[index].parent
+        ends[parent] = max(ends[parent], ends[index])
+    return Tree(tuple(joined), tuple(depths), tuple(ends))
 
 
 def work(first_position: int, num_tokens: int) -> int:
@@ -50,39 +90,75 @@ def work(first_position: int, num_tokens: int) -> int:
     return num_tokens * TOKEN_PAIRS + num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
 
 
+class _Load:
+    """What each rank carries so far, and the segments it carries it for."""
+
+    def __init__(self, tree: Tree, ranks: Sequence[int]) -> None:
+        self._tree = tree
+        self.work = dict.fromkeys(ranks, 0)
+        self.tokens = dict.fromkeys(ranks, 0)
+        self.segments: list[Segment] = []
+
+    def lightest(self, among: Iterable[int] | None = None) -> int:
+        """The rank with the least work, the lowest of several."""
+        return min(self.work if among is None else among, key=lambda rank: (self.work[rank], rank))
+
+    def place(self, index: int, segments: Sequence[Segment], *, is_free: bool = False) -> None:
+        """Give segments of node ``index`` to their ranks; free ones were computed in an earlier pass."""
+        self.segments.extend(segment for segment in segments if segment.stop > segment.start)
+        if is_free:
+            return
+        shift = self._tree.depths[index] - self._tree.nodes[index].start
+        for rank, start, stop in ((s.rank, s.start, s.stop) for s in segments):
+            self.work[rank] += work(start + shift, stop - start)
+            self.tokens[rank] += stop - start
+
+    def excess(self) -> float:
+        """The larger of the excesses of work and tokens over their means, in units of their limits'."""
+        return max(
+            _excess(self.work.values()) / (WORK_LIMIT - 1), _excess(self.tokens.values()) / (TOKEN_LIMIT - 1)
+        )
+
+
+def _excess(loads: Iterable[int]) -> float:
+    per_rank = list(loads)
+    total = sum(per_rank)
+    return max(per_rank) * len(per_rank) / total - 1 if total else 0.0
+
+
 def zigzag(start: int, stop: int, ranks: Sequence[int], light: int) -> list[Segment]:
     """2d chunks, rank i owning the i-th from either end, so that causal work is even.
 
     A span too short for that goes whole to rank ``light``.
     """
-    chunks = 2 * len(ranks)
-    if len(ranks) == 1 or stop - start < chunks * ZIGZAG_FLOOR:
+    if len(ranks) == 1 or not _is_long(stop - start, ranks):
         return [Segment(light, start, stop)]
+    chunks = 2 * len(ranks)
     borders = [start + (stop - start) * i // chunks for i in range(chunks + 1)]
     owners = [*ranks, *reversed(ranks)]
     return [Segment(owners[i], borders[i], borders[i + 1]) for i in range(chunks)]
 
 
-def _place_root(tree: Tree, ranks: Sequence[int], load: "_Load", is_resident: bool) -> list[Segment]:
+def _is_long(num_tokens: int, ranks: Sequence[int]) -> bool:
+    return num_tokens >= 2 * len(ranks) * ZIGZAG_FLOOR
+
+
+def _with_root(tree: Tree, ranks: Sequence[int], is_resident: bool) -> _Load:
     """The root as every kind places it, so that a replay pass finds a prompt where its prefill left it.
 
     A resident root costs its ranks nothing any more.
     """
-    segments = zigzag(tree.nodes[0].start, tree.nodes[0].stop, ranks, ranks[0])
-    if not is_resident:
-        load.add(segments, tree.nodes[0], 0)
-    return segments
+    load = _Load(tree, ranks)
+    load.place(0, zigzag(tree.root.start, tree.root.stop, ranks, ranks[0]), is_free=is_resident)
+    return load
 
 
 def place_zigzag(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
     """Every node zigzag over all ranks; nodes too short for it go whole to the rank with the least work."""
-    load = _Load(ranks)
-    segments = _place_root(tree, ranks, load, root_is_resident)
-    for node, depth in zip(tree.nodes[1:], tree.depth_of()[1:], strict=True):
-        placed = zigzag(node.start, node.stop, ranks, load.lightest())
-        load.add(placed, node, depth)
-        segments += placed
-    return segments
+    load = _with_root(tree, ranks, root_is_resident)
+    for index, node in enumerate(tree.nodes[1:], 1):
+        load.place(index, zigzag(node.start, node.stop, ranks, load.lightest()))
+    return load.segments
 
 
 def place_lanes(
@@ -92,97 +168,109 @@ def place_lanes(
     per_lane = len(ranks) // lanes
     lane_ranks = [ranks[lane * per_lane : (lane + 1) * per_lane] for lane in range(lanes)]
     lane_load = [(0, lane) for lane in range(lanes)]
-    depths = tree.depth_of()
-    load = _Load(ranks)
-    segments = _place_root(tree, ranks, load, root_is_resident)
-    paths = [_below(tree, child) for child in _children(tree, 0)]
-    works = [sum(work(depths[i], _length(tree.nodes[i])) for i in path) for path in paths]
-    for path in sorted(range(len(paths)), key=lambda path: (-works[path], path)):
+    load = _with_root(tree, ranks, root_is_resident)
+    works = _subtree_work(tree, frozenset())
+    for top in sorted(tree.children(0), key=lambda child: (-works[child], child)):
         busy, lane = heapq.heappop(lane_load)
-        heapq.heappush(lane_load, (busy + works[path], lane))
-        for index in paths[path]:
+        heapq.heappush(lane_load, (busy + works[top], lane))
+        for index in range(top, tree.ends[top]):
             node = tree.nodes[index]
-            placed = zigzag(node.start, node.stop, lane_ranks[lane], load.lightest(lane_ranks[lane]))
-            load.add(placed, node, depths[index])
-            segments += placed
-    return segments
+            light = load.lightest(lane_ranks[lane])
+            load.place(index, zigzag(node.start, node.stop, lane_ranks[lane], light))
+    return load.segments
 
 
 def place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
-    """Root zigzag; subtrees below it whole, largest first; what would unbalance is cut between tokens.
+    """Root zigzag; subtrees below it whole, largest first; what would unbalance is cut.
 
-    The cut part is laid along the ranks' remaining room (McNaughton's wrap-around), so that every rank ends
-    within ``BALANCE_TOLERANCE`` of the mean, and at most d - 1 cuts are made.
+    A node that alone exceeds a rank's share is cut zigzag, like the root. Whole subtrees follow, and what does
+    not fit is laid along the ranks' remaining room (McNaughton's wrap-around, at most d - 1 cuts). Late tokens
+    of long nodes cost more than early ones, so even work may mean uneven tokens: then shorter nodes are cut
+    zigzag too, until a rank exceeds the mean by at most ``WORK_LIMIT`` and ``TOKEN_LIMIT``; where no choice
+    reaches both, the one that comes closest is taken.
     """
-    depths = tree.depth_of()
-    load = _Load(ranks)
-    segments = _place_root(tree, ranks, load, root_is_resident)
-    node_work = [work(depth, _length(node)) for node, depth in zip(tree.nodes, depths, strict=True)]
-    target = sum(node_work[1:] if root_is_resident else node_work) / len(ranks)
-    pending = [(sum(node_work[i] for i in _below(tree, child)), child) for child in _children(tree, 0)]
-    heap = [(-total, child) for total, child in pending]
+    best, least, tried = None, float("inf"), set()
+    for share in CUT_SHARES:
+        cut = _nodes_to_cut(tree, ranks, share, root_is_resident)
+        if cut in tried:
+            continue
+        tried.add(cut)
+        load = _place_around(tree, ranks, cut, root_is_resident)
+        if load.excess() < least:
+            best, least = load, load.excess()
+        if least <= 1:
+            break
+    assert best is not None
+    return best.segments
+
+
+def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_resident: bool) -> frozenset[int]:
+    """Nodes below the root that are long enough for a zigzag and exceed ``share`` of a rank's work."""
+    if len(ranks) == 1:
+        return frozenset()
+    works = [work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
+    limit = share * sum(works[1:] if root_is_resident else works) / len(ranks)
+    return frozenset(
+        index
+        for index in range(1, len(works))
+        if works[index] > limit and _is_long(_length(tree.nodes[index]), ranks)
+    )
+
+
+def _subtree_work(tree: Tree, without: frozenset[int]) -> list[int]:
+    """Work of each node and its descendants, some left out."""
+    works = [
+        0 if index in without else work(depth, _length(node))
+        for index, (node, depth) in enumerate(zip(tree.nodes, tree.depths, strict=True))
+    ]
+    sums = [0, *accumulate(works)]
+    return [sums[end] - sums[index] for index, end in enumerate(tree.ends)]
+
+
+def _place_around(tree: Tree, ranks: Sequence[int], cut: frozenset[int], root_is_resident: bool) -> _Load:
+    """Root and ``cut`` zigzag, the other subtrees whole where they fit, the rest wrapped around."""
+    load = _with_root(tree, ranks, root_is_resident)
+    for index in sorted(cut):
+        node = tree.nodes[index]
+        load.place(index, zigzag(node.start, node.stop, ranks, ranks[0]))
+    works = _subtree_work(tree, cut)
+    tops = tree.children(0)
+    target = (sum(load.work.values()) + sum(works[top] for top in tops)) / len(ranks)
+    heap = [(-works[top], top) for top in tops]
     heapq.heapify(heap)
     left: list[int] = []
     while heap:
         total, top = heapq.heappop(heap)
         rank = load.lightest()
-        if load.of(rank) - total <= target * (1 + BALANCE_TOLERANCE):
-            for index in _below(tree, top):
-                node = tree.nodes[index]
-                load.add([Segment(rank, node.start, node.stop)], node, depths[index])
-                segments.append(Segment(rank, node.start, node.stop))
-        else:
+        if load.work[rank] - total <= target * (1 + BALANCE_TOLERANCE):
+            for index in range(top, tree.ends[top]):
+                if index not in cut:
+                    load.place(index, [Segment(rank, tree.nodes[index].start, tree.nodes[index].stop)])
+            continue
+        if top not in cut:
             left.append(top)
-            for child in _children(tree, top):
-                heapq.heappush(heap, (-sum(node_work[i] for i in _below(tree, child)), child))
-    segments += _wrap_around(tree, depths, sorted(left), load, target)
-    return segments
+        for child in tree.children(top):
+            heapq.heappush(heap, (-works[child], child))
+    _wrap_around(tree, sorted(left), load, target)
+    return load
 
 
-DCP_BLOCK_TOKENS = 512
-"""Block of DCP's published configuration."""
-
-
-def place_blocks(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
-    """Every node cut into blocks, the heaviest block first to the rank with the least work."""
-    load = _Load(ranks)
-    blocks = []
-    for node, depth in zip(tree.nodes, tree.depth_of(), strict=True):
-        for start in range(node.start, node.stop, DCP_BLOCK_TOKENS):
-            stop = min(node.stop, start + DCP_BLOCK_TOKENS)
-            blocks.append((work(depth + start - node.start, stop - start), start, stop, node, depth))
-    segments = []
-    for _, start, stop, node, depth in sorted(blocks, key=lambda block: (-block[0], block[1])):
-        placed = [Segment(load.lightest(), start, stop)]
-        load.add(placed, node, depth)
-        segments += placed
-    return segments
-
-
-def _wrap_around(
-    tree: Tree, depths: Sequence[int], left: Sequence[int], load: "_Load", target: float
-) -> list[Segment]:
+def _wrap_around(tree: Tree, left: Sequence[int], load: _Load, target: float) -> None:
     """Fill the ranks' room up to the mean, one after another, cutting nodes where a rank is full."""
-    segments: list[Segment] = []
+    rank = load.lightest()
     for index in left:
-        node, depth = tree.nodes[index], depths[index]
-        start = node.start
+        node, start = tree.nodes[index], tree.nodes[index].start
         while start < node.stop:
-            rank = load.lightest()
-            room = target - load.of(rank)
-            position = depth + start - node.start
+            position = tree.depths[index] + start - node.start
+            if not _tokens_for(target - load.work[rank], position):
+                rank = load.lightest()
+            room = target - load.work[rank]
             stop = min(node.stop, start + max(1, _tokens_for(room, position)))
-            rest = node.stop - stop
-            if (
-                0 < rest < ZIGZAG_FLOOR
-                and work(position, node.stop - start) <= room + target * BALANCE_TOLERANCE
-            ):
+            is_crumb = 0 < node.stop - stop < ZIGZAG_FLOOR
+            if is_crumb and work(position, node.stop - start) <= room + target * BALANCE_TOLERANCE:
                 stop = node.stop
-            placed = [Segment(rank, start, stop)]
-            load.add(placed, node, depth)
-            segments += placed
+            load.place(index, [Segment(rank, start, stop)])
             start = stop
-    return segments
 
 
 def _tokens_for(room: float, position: int) -> int:
@@ -191,39 +279,22 @@ def _tokens_for(room: float, position: int) -> int:
     return max(0, int(-per_token + (per_token * per_token + 2 * max(0.0, room)) ** 0.5))
 
 
-class _Load:
-    """Work of each rank so far."""
+DCP_BLOCK_TOKENS = 512
+"""Block of DCP's published configuration."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._work = dict.fromkeys(ranks, 0)
 
-    def of(self, rank: int) -> int:
-        return self._work[rank]
-
-    def lightest(self, among: Iterable[int] | None = None) -> int:
-        """The rank with the least work, the lowest of several."""
-        return min(self._work if among is None else among, key=lambda rank: (self._work[rank], rank))
-
-    def add(self, segments: Sequence[Segment], node: Node, depth: int) -> None:
-        for segment in segments:
-            position = depth + segment.start - node.start
-            self._work[segment.rank] += work(position, segment.stop - segment.start)
+def place_blocks(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
+    """Every node cut into blocks, the heaviest block first to the rank with the least work."""
+    load = _Load(tree, ranks)
+    blocks = []
+    for index, (node, depth) in enumerate(zip(tree.nodes, tree.depths, strict=True)):
+        for start in range(node.start, node.stop, DCP_BLOCK_TOKENS):
+            stop = min(node.stop, start + DCP_BLOCK_TOKENS)
+            blocks.append((-work(depth + start - node.start, stop - start), start, stop, index))
+    for _, start, stop, index in sorted(blocks):
+        load.place(index, [Segment(load.lightest(), start, stop)])
+    return load.segments
 
 
 def _length(node: Node) -> int:
     return node.stop - node.start
-
-
-def _children(tree: Tree, index: int) -> list[int]:
-    return [i for i, node in enumerate(tree.nodes) if node.parent == tree.first + index]
-
-
-def _below(tree: Tree, index: int) -> list[int]:
-    """A node and its descendants: depth-first order keeps them together."""
-    stop = tree.nodes[index].subtree_stop
-    found = []
-    for i in range(index, len(tree.nodes)):
-        if tree.nodes[i].start >= stop and i > index:
-            break
-        found.append(i)
-    return found
