@@ -12,14 +12,20 @@ from torch.profiler import record_function
 from treecp_rl.errors import PlanError
 
 
-def max_over_ranks(number: int, group: dist.ProcessGroup | None) -> int:
-    """The largest of the ranks' numbers; without a process group, the number itself."""
+def max_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """Element by element the largest of the ranks' numbers, shorter lists filled up with zeros.
+
+    Without a process group, the numbers themselves.
+    """
     if not dist.is_initialized():
-        return number
+        return list(numbers)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    largest = torch.tensor(number, dtype=torch.int64, device=device)
+    longest = torch.tensor(len(numbers), dtype=torch.int64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    largest = torch.zeros(int(longest), dtype=torch.int64, device=device)
+    largest[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return int(largest)
+    return [int(number) for number in largest]
 
 
 def require_equal_digest(digest: str, group: dist.ProcessGroup) -> None:

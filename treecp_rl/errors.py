@@ -31,3 +31,7 @@ class PlanError(TreeCPError):
 
 class UnsupportedModel(TreeCPError):
     """A model, or an option of it, that this engine cannot run exactly."""
+
+
+class RankLost(TreeCPError):
+    """A rank ended in mid-step, so that the others' collectives cannot finish."""

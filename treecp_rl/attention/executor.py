@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from treecp_rl.attention.kernels import Kernel, choose_kernel
 from treecp_rl.attention.parcels import Format, pack_parcels, unpack_parcels
@@ -194,6 +195,17 @@ class _Layer:
         """K/V of an earlier pass."""
         self.arrived: Buffers = {}
 
+    def packs_diagonals(self) -> bool:
+        """Whether one kernel launch computes all of the rank's own causal tiles."""
+        return self.program.writes_diagonals and self.kernel.capabilities.packs_segments
+
+    def calls_of(self, index: int) -> Sequence[Call]:
+        """A stage's calls, but for those that a packed launch takes care of."""
+        calls = self.program.stages[index].calls
+        if index > 0 or not self.packs_diagonals():
+            return calls
+        return [call for call in calls if not (call.causal and call.queries.buffer == OWN)]
+
     def operands(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the queries, keys and values that a call reads."""
         query, key, value = _part(self.query, call.heads), *self._keys_at(call.keys, call.heads)
@@ -275,11 +287,14 @@ class _Forward(_Layer):
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Merged out [1,H,T,D] and lse [1,H,T]."""
         under_way = self._post(0)
-        for index, stage in enumerate(self.program.stages):
+        for index in range(len(self.program.stages)):
             self._receive(index, under_way)
             under_way = self._post(index + 1)
-            for call in stage.calls:
-                self._compute(call)
+            with record_function("treecp::tiles"):
+                if index == 0 and self.packs_diagonals():
+                    self._compute_diagonals()
+                for call in self.calls_of(index):
+                    self._compute(call)
         return self.own.out, self.own.lse
 
     def _post(self, index: int) -> Exchange | None:
@@ -318,6 +333,12 @@ class _Forward(_Layer):
             else:
                 for buffer, tensor in zip(room[parcel.kind, index, parcel.heads], tensors, strict=True):
                     buffer[:, :, span] = tensor
+
+    def _compute_diagonals(self) -> None:
+        out, lse = self.kernel.forward_segments(  # type: ignore[attr-defined]
+            self.query, self.key, self.value, self.program.diagonal_borders, self.scale
+        )
+        self.own.write(slice(None), out, lse)
 
     def _compute(self, call: Call) -> None:
         part, part_lse = self.kernel.forward(*self.operands(call), call.causal, self.scale)
@@ -378,8 +399,11 @@ class _Backward(_Layer):
             if index >= 0:
                 self._receive_again(index, sent_again)
                 sent_again = self._post_again(index - 1)
-                for call in self.program.stages[index].calls:
-                    self._compute(call)
+                with record_function("treecp::tiles"):
+                    if index == 0 and self.packs_diagonals():
+                        self._compute_diagonals()
+                    for call in self.calls_of(index):
+                        self._compute(call)
             self._receive(index + 1, under_way)
         self._take_in_leaves()
         grad_query, grad_key, grad_value = self.grads
@@ -470,6 +494,20 @@ class _Backward(_Layer):
         room[0][:, :, span] = grad_out
         room[1][:, :, span] = grad_out * torch.where(norm > 0, delta / norm, 0.0)
         room[2][:, :, span] = lse.squeeze(-1)
+
+    def _compute_diagonals(self) -> None:
+        parts = self.kernel.backward_segments(  # type: ignore[attr-defined]
+            self.grad_out,
+            self.query,
+            self.key,
+            self.value,
+            self.out,
+            self.lse,
+            self.program.diagonal_borders,
+            self.scale,
+        )
+        for grad, part in zip(self.grads, parts, strict=True):
+            grad += part
 
     def _compute(self, call: Call) -> None:
         span, heads = call.queries.span, call.heads

@@ -102,8 +102,10 @@ class Program:
         self.group = group
         """Process group of the domain; None for a schedule of one rank."""
         self.resend = resend
-        self.writes_diagonals = _covers_own_tokens(self.stages, num_tokens)
-        """Whether own causal calls hold each own token once and come first: then they need no merge."""
+        self.diagonal_borders = _diagonal_borders(self.stages)
+        """Where stage 0's own causal calls of all heads begin and end, if they adjoin from token 0 on."""
+        self.writes_diagonals = self.diagonal_borders[-1] == num_tokens > 0
+        """Whether they hold each own token: then their results need no merge."""
         self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
 
         self.leaves: Leaves | None = None
@@ -307,19 +309,18 @@ def _join(pairs: Iterable[tuple[Place, Place]]) -> list[tuple[Place, Place]]:
     return joined
 
 
-def _covers_own_tokens(stages: Sequence[RankStage], num_tokens: int) -> bool:
-    """Whether stage 0's own causal calls of all heads hold each own token once."""
+def _diagonal_borders(stages: Sequence[RankStage]) -> tuple[int, ...]:
     spans = sorted(
         (call.queries.start, call.queries.stop)
         for call in (stages[0].calls if stages else ())
         if call.causal and call.queries.buffer == OWN and call.heads == ALL_HEADS
     )
-    cursor = 0
+    borders = [0]
     for start, stop in spans:
-        if start != cursor:
-            return False
-        cursor = stop
-    return cursor == num_tokens
+        if start != borders[-1]:
+            return (0,)
+        borders.append(stop)
+    return tuple(borders)
 
 
 def _without_outputs(schedule: Schedule, saved: Sequence[Span]) -> Schedule:

@@ -1,45 +1,75 @@
-"""rows -> passes -> scores -> loss -> backward: one step over replay trees, top to bottom."""
+"""rows -> passes -> scores -> loss -> backward: one step over replay trees, top to bottom.
+
+A tree that fits the token budget runs in a fused pass, prompt and responses together. One that does not is split:
+its prompt runs first and leaves its K/V, responses replay against them in rounds, and the prompt's backward comes
+last, with what all rounds have added to its K/V and scores.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
 import torch.distributed as dist
 
 from treecp_rl.attention.huggingface import PROGRAM_KEY
-from treecp_rl.attention.program import Program, compile_program
 from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores
-from treecp_rl.engine.head import HeadOptions, scoring_head
-from treecp_rl.plan import Decision, Schedule
-from treecp_rl.planner.batch import Mode, decide, pack_into_passes
-from treecp_rl.planner.check import check
-from treecp_rl.planner.lower import lower, lower_local
+from treecp_rl.engine.head import scoring_head
+from treecp_rl.engine.shares import (
+    AttentionShape,
+    Domain,
+    PassOptions,
+    RankShare,
+    RoundShare,
+    fused_share,
+    independent_round,
+    prefill_share,
+    replay_share,
+)
+from treecp_rl.lost_ranks import naming_lost_ranks
+from treecp_rl.planner.batch import Mode, is_fused, is_split, pack_into_passes
 from treecp_rl.tree import PackedTrees, ReplayTree, Row, Share, dummy_pack, fold, pack, split_tree
 
-Pass = tuple[ReplayTree, ...]
-"""The trees of one forward (+ backward) of the model."""
+__all__ = [
+    "Domain",
+    "Pass",
+    "PassOptions",
+    "PassPlan",
+    "RowScores",
+    "StepReport",
+    "plan_passes",
+    "run_passes",
+]
 
 
 @dataclass(frozen=True)
-class PassOptions:
-    """How passes run."""
+class Pass:
+    """Trees that run together: fused, or one tree split into a prefill and rounds of replay."""
 
-    head: HeadOptions = field(default_factory=HeadOptions)
-    kernel: str = "auto"
-    """Attention kernel by name; "auto" takes the fast one of the device."""
-    mode: Mode = "auto"
-    """How a pass is cut over the ranks of a domain, see ``planner.batch.decide``."""
+    trees: tuple[ReplayTree, ...]
+    rounds: tuple[ReplayTree, ...] = ()
+    """Split: the tree cut by rows, every piece with the prompt; empty for a fused pass."""
 
 
 @dataclass(frozen=True)
-class Domain:
-    """The ranks that share one plan, seen from one of them. They hold the same rows."""
+class PassPlan:
+    """The passes of one batch of rows on one rank, those with most rounds first."""
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup
+    passes: tuple[Pass, ...]
+    num_groups: int
+    num_groups_without_reuse: int
+    num_groups_cut: int
+    """Trees over the token budget whose prompt is computed more than once."""
+
+    @property
+    def trees(self) -> tuple[ReplayTree, ...]:
+        return tuple(tree for one in self.passes for tree in one.trees)
+
+    @property
+    def num_groups_split(self) -> int:
+        """Trees that run as a prefill and rounds of replay."""
+        return sum(bool(one.rounds) for one in self.passes)
 
 
 @dataclass(frozen=True)
@@ -65,46 +95,56 @@ class StepReport:
     pad_tokens: int
     """Tokens of dummy passes, run only to stay in lockstep with other ranks."""
     num_passes: int
+    """Forwards of the model."""
     num_groups: int
     num_rows: int
     num_groups_without_reuse: int
     """Groups of a single row: nothing to share."""
     num_groups_cut: int
     """Trees over the token budget, so that their prompt was computed more than once."""
+    num_groups_split: int
+    """Trees run as a prefill and rounds of replay."""
+    moved_bytes: int
+    """Sent by this rank between the ranks of its domain, forward and backward, all layers."""
     scores: tuple[RowScores, ...]
     """Detached scores of every pass when no loss was given, else empty."""
 
 
-@dataclass(frozen=True)
-class PassPlan:
-    """The passes of one batch of rows on one rank."""
-
-    passes: tuple[Pass, ...]
-    num_groups: int
-    num_groups_without_reuse: int
-    num_groups_cut: int
-
-
-def plan_passes(rows: Sequence[Row], *, share: Share = "prompt", tokens_per_pass: int) -> PassPlan:
-    """Fold rows into replay trees and bin-pack the trees under a token budget.
+def plan_passes(
+    rows: Sequence[Row], *, share: Share = "prompt", tokens_per_pass: int, mode: Mode = "auto"
+) -> PassPlan:
+    """Fold rows into replay trees, bin-pack the trees under a token budget, and split those that exceed it.
 
     Args:
         rows: this rank's rows, in any order.
         share: what is computed once, see ``tree.fold``.
-        tokens_per_pass: most packed tokens of one forward. A tree that exceeds it is cut by rows.
+        tokens_per_pass: most packed tokens of one forward. Of a split tree, prompt and one round together.
+        mode: "split..." splits every tree; a forced fused kind cuts a tree that exceeds the budget into several,
+            each of which computes the prompt again; "flat_ring" shares nothing.
 
     Raises:
         RowTooLong: one row alone exceeds the budget.
     """
+    share = "none" if mode == "flat_ring" else share
     trees = fold(rows, share)
     pieces = [split_tree(tree, rows, share, tokens_per_pass) for tree in trees]
-    flat = [piece for cut in pieces for piece in cut]
+    splits = [
+        Pass((tree,), cut)
+        for tree, cut in zip(trees, pieces, strict=True)
+        if len(tree.nodes) > 1 and (is_split(mode) or (len(cut) > 1 and not is_fused(mode)))
+    ]
+    split_trees = {id(one.trees[0]) for one in splits}
+    fused = [cut for tree, cut in zip(trees, pieces, strict=True) if id(tree) not in split_trees]
+    flat = [piece for cut in fused for piece in cut]
     bins = pack_into_passes([tree.num_tokens for tree in flat], tokens_per_pass)
     return PassPlan(
-        passes=tuple(tuple(flat[index] for index in trees_of_pass) for trees_of_pass in bins),
+        passes=(
+            *sorted(splits, key=lambda one: -len(one.rounds)),
+            *(Pass(tuple(flat[index] for index in chosen)) for chosen in bins),
+        ),
         num_groups=len(trees),
         num_groups_without_reuse=sum(len(tree.rows) == 1 for tree in trees),
-        num_groups_cut=sum(len(cut) > 1 for cut in pieces),
+        num_groups_cut=sum(len(cut) > 1 for cut in fused),
     )
 
 
@@ -119,115 +159,195 @@ def run_passes(
     domain: Domain | None = None,
     forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     sync_context: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext(),
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> StepReport:
     """Run every pass of a plan; with a loss, accumulate its gradients.
 
-    Every rank of ``group`` must call this together: each makes as many passes as the busiest rank, so that
-    the collectives inside a sharded model always meet. Surplus passes run one dummy token whose loss is
-    exactly zero and attached.
+    Every rank of ``group`` must call this together: each makes the forwards and backwards of the busiest rank in
+    the same order, so that the collectives inside a sharded model always meet. Surplus passes run one dummy
+    token whose loss is exactly zero and attached.
 
     Args:
         model: a causal LM made ready by ``capabilities.prepare_model``, sharded or not.
         plan: this rank's passes.
-        loss_fn: called once a pass with that pass's rows; returns their share of the loss, normalised over
-            the whole batch so that shares add up. None: forward only.
-        options: what to compute of each token.
+        loss_fn: called once a pass, or once a round of a split tree, with the rows of it; returns their share of
+            the loss, normalised over the whole batch so that shares add up. None: forward only.
+        options: what to compute of each token, and how.
         group: ranks whose passes run in lockstep; None is the default group, if one exists.
         domain: ranks that hold these same rows and share each pass; None: this rank alone. Their gradients
             average to the batch's, as a sharded model's do over all of its ranks.
         forward_context: entered around each forward and loss (autocast).
-        sync_context: entered around each pass with ``is_last`` (gradient synchronisation).
-        backward: how a loss is differentiated (a gradient scaler's, say).
+        sync_context: entered around each forward and backward with ``is_last`` (gradient synchronisation).
 
     Returns:
         The counts of the step and, without a loss, the detached scores.
+
+    Raises:
+        PlanError: the ranks of a domain hold different plans.
+        RankLost: a rank ended in mid-step; names it.
     """
-    num_passes = max_over_ranks(len(plan.passes), group)
-    packs = [pack(trees) for trees in plan.passes] + [dummy_pack()] * (num_passes - len(plan.passes))
-    shares = [rank_share(packed, options, domain) for packed in packs]
-    if domain is not None:
-        digests = "".join(share.schedule.digest for share in shares)
-        require_equal_digest(sha256(digests.encode()).hexdigest()[:8], domain.group)
-    collected: list[RowScores] = []
-    for index, (packed, share) in enumerate(zip(packs, shares, strict=True)):
-        packed = packed.to(device)
-        with sync_context(index == num_passes - 1), torch.set_grad_enabled(loss_fn is not None):
-            with forward_context():
-                pair_scores = forward_pass(model, share, options, device)
-                if domain is not None:
-                    pair_scores = share_scores(
-                        pair_scores, share.pairs.to(device), len(packed.pair_label), domain.group
-                    )
-                scores = unfold_scores(packed, pair_scores, options)
-                if loss_fn is not None:
-                    loss = loss_fn(scores) if scores.row_indices else pair_scores.sum() * 0.0
-            if loss_fn is not None:
-                # A rank's gradient is its own pairs' part of the loss; the average over ranks must be the sum.
-                backward(loss if domain is None else loss * domain.size)
-            elif scores.row_indices:
-                collected.append(scores)
-    return _report(plan, shares, collected)
+    with naming_lost_ranks():
+        slots = _fill_slots(model, plan, options, group, domain)
+        if domain is not None:
+            _require_equal_plans(slots, domain)
+        runner = _Runner(model, loss_fn, options, torch.device(device), domain, forward_context)
+        for index, slot in enumerate(slots):
+            is_last = index == len(slots) - 1
+            with torch.set_grad_enabled(loss_fn is not None):
+                if slot.prefill is None:
+                    with sync_context(is_last):
+                        runner.run_fused(slot.rounds[0].share)
+                else:
+                    with sync_context(False):
+                        prompt = runner.run_prefill(slot.prefill)
+                        for one in slot.rounds:
+                            runner.run_round(one, prompt)
+                    with sync_context(is_last):
+                        runner.finish_prefill(prompt)
+    return _report(plan, slots, runner.collected)
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """What one rank runs of a pass."""
+class _Slot:
+    """The same forwards and backwards on every rank: a fused pass, or a prefill with its rounds."""
 
-    local: PackedTrees
-    """Its tokens, and the pairs they predict."""
-    pairs: torch.Tensor
-    """[n] the pass's number of each of those pairs."""
-    program: Program
-    schedule: Schedule
-    """Of the whole pass, equal on all ranks of the domain."""
-    pad_tokens: int
-    """Tokens here that serve no row."""
+    prefill: RankShare | None
+    rounds: tuple[RoundShare, ...]
+
+    @property
+    def shares(self) -> tuple[RankShare, ...]:
+        rounds = tuple(one.share for one in self.rounds)
+        return rounds if self.prefill is None else (self.prefill, *rounds)
 
 
-def rank_share(packed: PackedTrees, options: PassOptions, domain: Domain | None) -> RankShare:
-    """Decide and lower a pass for the domain, and cut out this rank's part."""
-    is_dummy = not packed.row_indices
-    if domain is None or domain.size == 1:
-        schedule = lower_local(packed.nodes)
-        program = compile_program(schedule, kernel=options.kernel)
-        pairs = torch.arange(len(packed.pair_label))
-        return RankShare(packed, pairs, program, schedule, packed.num_tokens if is_dummy else 0)
-    roots = [node for node in packed.nodes if node.parent < 0]
-    decisions = decide([node.subtree_stop - node.start for node in roots], domain.size, options.mode)
-    schedule = lower(packed.nodes, decisions, domain.size)
-    idle = sorted(set(range(domain.size)) - {segment.rank for segment in schedule.segments})
-    if idle:
-        # A layer cannot run on zero tokens, and every rank must enter every layer.
-        packed = packed.with_idle_tokens(len(idle))
-        decisions = (*decisions, *(Decision("local", first_rank=rank) for rank in idle))
-        schedule = lower(packed.nodes, decisions, domain.size)
-    check(schedule, packed.nodes)
-    own = [torch.arange(s.start, s.stop) for s in schedule.segments if s.rank == domain.rank]
-    local, pairs = packed.cut(torch.cat(own))
-    program = compile_program(schedule, domain.rank, options.kernel, domain.group)
-    pad_tokens = local.num_tokens if is_dummy else int(domain.rank in idle)
-    return RankShare(local, pairs, program, schedule, pad_tokens)
+def _fill_slots(
+    model: torch.nn.Module,
+    plan: PassPlan,
+    options: PassOptions,
+    group: dist.ProcessGroup | None,
+    domain: Domain | None,
+) -> tuple[_Slot, ...]:
+    """This rank's passes in the slots that all ranks agree on, dummies where it has none.
+
+    Slot i has as many rounds as any rank's i-th pass; passes are sorted by rounds, so each fits its slot.
+    """
+    shape = AttentionShape.of(model)
+    recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
+
+    def fused(packed: PackedTrees) -> RankShare:
+        return fused_share(packed, options, shape, domain, recomputes=recomputes)
+
+    slots = []
+    for index, num_rounds in enumerate(max_over_ranks([len(one.rounds) for one in plan.passes], group)):
+        mine = plan.passes[index] if index < len(plan.passes) else None
+        if mine is not None and mine.rounds:
+            prefill, decision = prefill_share(pack(mine.trees), options, shape, domain)
+            rounds = [
+                replay_share(pack((piece,)), prefill, decision, options, domain) for piece in mine.rounds
+            ]
+        else:
+            prefill = fused(dummy_pack()) if num_rounds else None
+            rounds = [independent_round(fused(dummy_pack() if mine is None else pack(mine.trees)))]
+        rounds += [independent_round(fused(dummy_pack())) for _ in range(num_rounds - len(rounds))]
+        slots.append(_Slot(prefill, tuple(rounds)))
+    return tuple(slots)
 
 
-def forward_pass(
-    model: torch.nn.Module, share: RankShare, options: PassOptions, device: torch.device | str
-) -> torch.Tensor:
-    """One forward of the model over a rank's tokens: [Q,n] scores of its pairs, Q as in the head's options."""
-    local = share.local.to(device)
-    with scoring_head(model.get_output_embeddings(), local, options.head):
-        output = model(
-            input_ids=local.input_ids.unsqueeze(0),
-            position_ids=local.position_ids.unsqueeze(0),
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=local.scored_positions,
-            **{PROGRAM_KEY: share.program},
-        )
-    return output.logits.squeeze(0)
+def _require_equal_plans(slots: Sequence[_Slot], domain: Domain) -> None:
+    digests = "".join(share.schedule.digest for slot in slots for share in slot.shares)
+    require_equal_digest(sha256(digests.encode()).hexdigest()[:8], domain.group)
 
 
-def unfold_scores(packed: PackedTrees, pair_scores: torch.Tensor, options: PassOptions) -> RowScores:
+@dataclass(frozen=True)
+class _Prompt:
+    """A prefill whose backward is still to come."""
+
+    scores: torch.Tensor
+    """[Q,n] scores of the pairs that the prompt predicts, with their graph."""
+    leaf: torch.Tensor
+    """The same without: rounds read these, and leave their gradients here."""
+
+
+class _Runner:
+    """Forwards, losses and backwards of one step on one rank."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[[RowScores], torch.Tensor] | None,
+        options: PassOptions,
+        device: torch.device,
+        domain: Domain | None,
+        forward_context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.model, self.loss_fn, self.options, self.device = model, loss_fn, options, device
+        self.domain, self.forward_context = domain, forward_context
+        self.collected: list[RowScores] = []
+
+    def run_fused(self, share: RankShare) -> None:
+        """Forward, loss and backward of a whole pass."""
+        with self.forward_context():
+            loss = self._loss(share, self._scores(share))
+        self._backward(loss)
+
+    def run_prefill(self, share: RankShare) -> _Prompt:
+        """Forward of a prompt; its K/V become leaves on the way."""
+        with self.forward_context():
+            scores = self._scores(share)
+        return _Prompt(scores, scores.detach().requires_grad_(scores.requires_grad))
+
+    def run_round(self, one: RoundShare, prompt: _Prompt) -> None:
+        """Forward, loss and backward of a round; gradients end at the prompt's leaves."""
+        with self.forward_context():
+            scores = self._scores(one.share)
+            if len(one.borrowed_pairs):
+                borrowed = prompt.leaf[:, one.prompt_pairs.to(self.device)]
+                scores = scores.index_copy(1, one.borrowed_pairs.to(self.device), borrowed)
+            loss = self._loss(one.share, scores)
+        self._backward(loss)
+
+    def finish_prefill(self, prompt: _Prompt) -> None:
+        """Backward of a prompt, from its scores and, layer by layer, from its K/V."""
+        if prompt.scores.requires_grad:
+            grad = prompt.leaf.grad
+            prompt.scores.backward(torch.zeros_like(prompt.scores) if grad is None else grad)
+
+    def _scores(self, share: RankShare) -> torch.Tensor:
+        """One forward of the model: [Q,N] scores of all pairs of the pass, zero where another pass has them."""
+        local = share.local.to(self.device)
+        with scoring_head(self.model.get_output_embeddings(), local, self.options.head):
+            output = self.model(
+                input_ids=local.input_ids.unsqueeze(0),
+                position_ids=local.position_ids.unsqueeze(0),
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=local.scored_positions,
+                **{PROGRAM_KEY: share.program},
+            )
+        own, pairs = output.logits.squeeze(0), share.pairs.to(self.device)
+        num_pairs = len(share.packed.pair_label)
+        if self.domain is not None:
+            return share_scores(own, pairs, num_pairs, self.domain.group)
+        if len(pairs) == num_pairs:
+            return own
+        return own.new_zeros(len(own), num_pairs).index_copy(1, pairs, own)
+
+    def _loss(self, share: RankShare, pair_scores: torch.Tensor) -> torch.Tensor | None:
+        """The loss of a pass's rows; without a loss function their scores are collected instead."""
+        if not share.packed.row_indices:
+            return None if self.loss_fn is None else pair_scores.sum() * 0.0
+        scores = _unfold(share.packed.to(self.device), pair_scores, self.options)
+        if self.loss_fn is not None:
+            return self.loss_fn(scores)
+        self.collected.append(scores)
+        return None
+
+    def _backward(self, loss: torch.Tensor | None) -> None:
+        if loss is not None:
+            # A rank's gradient is its own pairs' part of the loss; the average over ranks must be the sum.
+            (loss if self.domain is None else loss * self.domain.size).backward()
+
+
+def _unfold(packed: PackedTrees, pair_scores: torch.Tensor, options: PassOptions) -> RowScores:
     """[Q,N] pair scores -> per-row tensors in the caller's row order."""
     per_row = {
         name: packed.unfold(values) for name, values in zip(options.head.quantities, pair_scores, strict=True)
@@ -235,16 +355,24 @@ def unfold_scores(packed: PackedTrees, pair_scores: torch.Tensor, options: PassO
     return RowScores(row_indices=packed.row_indices, **per_row)
 
 
-def _report(plan: PassPlan, shares: Sequence[RankShare], scores: Sequence[RowScores]) -> StepReport:
-    trees = [tree for trees_of_pass in plan.passes for tree in trees_of_pass]
+def _report(plan: PassPlan, slots: Sequence[_Slot], scores: Sequence[RowScores]) -> StepReport:
+    shares = [share for slot in slots for share in slot.shares]
+    programs = [share.program for share in shares]
+    computed = sum(tree.num_tokens for one in plan.passes if not one.rounds for tree in one.trees)
+    for one in plan.passes:
+        if one.rounds:
+            prompt = len(one.trees[0].nodes[0].tokens)
+            computed += prompt + sum(piece.num_tokens - prompt for piece in one.rounds)
     return StepReport(
-        tokens_computed=sum(tree.num_tokens for tree in trees),
-        tokens_flat=sum(tree.num_flat_tokens for tree in trees),
-        pad_tokens=sum(share.pad_tokens for share in shares),
+        tokens_computed=computed,
+        tokens_flat=sum(tree.num_flat_tokens for tree in plan.trees),
+        pad_tokens=sum(share.num_pad_tokens for share in shares),
         num_passes=len(shares),
         num_groups=plan.num_groups,
-        num_rows=sum(len(tree.rows) for tree in trees),
+        num_rows=sum(len(tree.rows) for tree in plan.trees),
         num_groups_without_reuse=plan.num_groups_without_reuse,
         num_groups_cut=plan.num_groups_cut,
+        num_groups_split=plan.num_groups_split,
+        moved_bytes=sum(p.forward_traffic.sent_bytes + p.backward_traffic.sent_bytes for p in programs),
         scores=tuple(scores),
     )

@@ -34,6 +34,11 @@ def is_split(mode: Mode) -> bool:
     return mode.startswith("split")
 
 
+def is_fused(mode: Mode) -> bool:
+    """Whether a mode forces prompt and responses into one pass."""
+    return not is_split(mode) and mode != "auto"
+
+
 def _forced_kind(mode: Mode) -> Kind | None:
     if mode in ("auto", "fused", "split"):
         return None
