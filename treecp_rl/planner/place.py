@@ -21,8 +21,9 @@ WORK_LIMIT = 1.01
 """Most work of a rank, over the mean, that ``place_whole`` is content with."""
 TOKEN_LIMIT = 1.15
 """Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
-CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
-"""``place_whole`` cuts nodes zigzag whose work exceeds this part of a rank's share, until both limits hold."""
+CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0, float("inf"))
+"""``place_whole`` cuts nodes zigzag whose work exceeds this part of a rank's share, until both limits hold. None
+at all comes last: equal chunks of a short node may differ by more work than the limit allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,89 @@
+"""Proves that ``gather`` loads its ranks evenly, in work and in tokens, on public length shapes and random ones."""
+
+import math
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.planner.shapes import decision, trees
+from treecp_rl.planner import place
+from treecp_rl.planner.check import check
+from treecp_rl.planner.lower import lower
+
+PROMPT_TO_RESPONSE = {"LongAlign": (50, 1), "LongReward": (40, 1), "LMSYS": (1, 3), "OpenThoughts": (1, 7)}
+BUDGETS = tuple(1024 * k for k in (4, 8, 16, 32, 64))
+GROUP_ROWS = 8
+DEGREES = (2, 4, 8)
+
+
+def lengths(ratio, budget, skew, seed):
+    """(prompt, responses) with GROUP_ROWS * (P + mean R) = budget and lognormal responses of that skew."""
+    row = budget // GROUP_ROWS
+    prompt = round(row * ratio[0] / sum(ratio))
+    rng, sigma = random.Random(seed), math.sqrt(math.log(1 + skew * skew))
+    draws = [math.exp(sigma * rng.gauss(0, 1)) for _ in range(GROUP_ROWS)]
+    scale = (row - prompt) * GROUP_ROWS / sum(draws)
+    return prompt, [max(1, round(scale * draw)) for draw in draws]
+
+
+def unevenness(nodes, schedule):
+    """Max over mean of the ranks' work, counted from the tiles, and of their tokens."""
+    works, tokens = [0] * schedule.world_size, [0] * schedule.world_size
+    for stage in schedule.stages:
+        for tile in stage.tiles:
+            works[tile.rank] += tile.num_pairs
+    for segment in schedule.segments:
+        tokens[segment.rank] += segment.stop - segment.start
+        works[segment.rank] += (segment.stop - segment.start) * place.TOKEN_PAIRS
+    return tuple(max(loads) * len(loads) / sum(loads) for loads in (works, tokens))
+
+
+def gather(group, degree):
+    nodes = trees(group)
+    schedule = lower(nodes, [decision("gather", degree)], degree)
+    check(schedule, nodes)
+    return nodes, schedule
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("dataset", PROMPT_TO_RESPONSE)
+def test_public_shapes_are_even(dataset, degree):
+    for budget in BUDGETS:
+        for skew, seeds in ((0.0, 1), (0.6, 5)):
+            for seed in range(seeds):
+                group = lengths(PROMPT_TO_RESPONSE[dataset], budget, skew, seed)
+                work, tokens = unevenness(*gather(group, degree))
+                assert work <= place.WORK_LIMIT and tokens <= place.TOKEN_LIMIT, (budget, skew, seed)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_long_tail_is_even(degree):
+    """Without a zigzag of the long response one rank would hold 1.44 times the mean of the tokens at 8 ranks."""
+    work, tokens = unevenness(*gather((512, [4096, 200, 150, 90, 60, 30, 9, 1]), degree))
+    assert work <= place.WORK_LIMIT
+    assert tokens <= place.TOKEN_LIMIT
+
+
+def test_equal_responses_that_fill_the_ranks_stay_whole():
+    """Evenness must not cost bytes where whole responses give it: only the prompt is moved."""
+    nodes, schedule = gather((512, [512] * 8), 4)
+    moved = [move for stage in schedule.stages for move in stage.moves]
+    assert all(move.stop <= 512 for move in moved)
+
+
+@given(
+    st.integers(1, 4000),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=24),
+    st.sampled_from(DEGREES),
+)
+@settings(max_examples=100, deadline=None)
+def test_random_shapes_are_even_in_work(prompt, responses, degree):
+    """Within the limit or two tokens; a prompt too short for a zigzag may come on top, whole as it is."""
+    total = place.work(0, prompt) + sum(place.work(prompt, response) for response in responses)
+    whole = 0 if prompt >= 2 * degree * place.ZIGZAG_FLOOR else place.work(0, prompt)
+    assume(whole <= total / degree)
+    work, _ = unevenness(*gather((prompt, responses), degree))
+    last_token = place.TOKEN_PAIRS + prompt + max(responses)
+    assert (work - 1) * total / degree <= max(0.01 * total / degree, 2 * last_token) + whole
