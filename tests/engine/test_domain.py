@@ -17,7 +17,31 @@ from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
 
-MODES = ("auto", "gather", "ring", "tree_move_kv", "move_q")
+VARIANTS = {
+    "auto": {},
+    **{
+        mode: {"mode": mode}
+        for mode in (
+            "gather",
+            "heads",
+            "reuse_ring",
+            "tree_move_kv",
+            "move_q",
+            "dcp_fused",
+            "flat_ring",
+            "split",
+            "split_heads",
+            "split_tree_move_kv",
+            "split_move_q",
+        )
+    },
+    "sent again": {"mode": "gather", "resend": True},
+    "split, sent again": {"mode": "split_move_q", "resend": True},
+    "one tree after another": {"mode": "gather", "streaming": False},
+    "outputs saved": {"mode": "gather", "save_attention_bytes": 10**9},
+    "outputs saved, sent again": {"mode": "move_q", "save_attention_bytes": 10**9, "resend": True},
+    "leaves offloaded": {"mode": "split", "offload_leaves": True},
+}
 BOUND = 1e-12
 HEAD = HeadOptions(entropy=True, chunk_tokens=16)
 
@@ -40,10 +64,20 @@ def rows_of(name):
 CASES = ("ragged", "7 and 29", "one valid token")
 
 
+def by_row(report):
+    """Row -> [R] log-probs."""
+    return {
+        row: values
+        for scores in report.scores
+        for row, values in zip(scores.row_indices, scores.log_probs, strict=True)
+    }
+
+
 def loss_of(scores):
     """Not a sum over tokens: each row's mean enters through tanh, so rows must be whole on every rank."""
     rows = zip(scores.log_probs, scores.entropy, strict=True)
-    return sum(torch.tanh(lp.mean()) + 0.1 * (h * h).sum() for lp, h in rows if len(lp))
+    attached = sum(lp.sum() for lp in scores.log_probs) * 0.0
+    return attached + sum(torch.tanh(lp.mean()) + 0.1 * (h * h).sum() for lp, h in rows if len(lp))
 
 
 def fresh_model(sharded, reshard=True):
@@ -57,7 +91,7 @@ def fresh_model(sharded, reshard=True):
     return model
 
 
-def step(model, rows, domain=None, mode="auto"):
+def step(model, rows, domain=None, tokens_per_pass=400, **options):
     @contextmanager
     def sync(is_last):
         if domain is not None:
@@ -65,10 +99,10 @@ def step(model, rows, domain=None, mode="auto"):
         yield
 
     model.zero_grad(set_to_none=True)
-    plan = plan_passes(rows, share="prefix", tokens_per_pass=400)
-    options = PassOptions(HEAD, mode=mode)
-    old = run_passes(model, plan, None, options, domain=domain)
-    report = run_passes(model, plan, loss_of, options, domain=domain, sync_context=sync)
+    chosen = PassOptions(HEAD, **options)
+    plan = plan_passes(rows, share="prefix", tokens_per_pass=tokens_per_pass, mode=chosen.mode)
+    old = run_passes(model, plan, None, chosen, domain=domain)
+    report = run_passes(model, plan, loss_of, chosen, domain=domain, sync_context=sync)
     return old, report, gradients_of(model)
 
 
@@ -82,10 +116,9 @@ def run_rank(rank, world_size, folder):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for case in CASES:
-            for mode in MODES:
-                old, report, gradients = step(model, rows_of(case), domain, mode)
-                log_probs = [values for scores in old.scores for values in scores.log_probs]
-                found[case, mode, checkpointing] = (log_probs, gradients, report.pad_tokens)
+            for variant, options in VARIANTS.items():
+                old, report, gradients = step(model, rows_of(case), domain, **options)
+                found[case, variant, checkpointing] = (by_row(old), gradients, report.pad_tokens)
     found["digest"] = refusal_of_unequal_plans(fresh_model(sharded=True), domain)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -95,7 +128,7 @@ def refusal_of_unequal_plans(model, domain):
     """Ranks that were given different rows."""
     tokens = torch.arange(1, 60 + domain.rank)
     try:
-        step(model, [Row("a", tokens, tokens)], domain, "gather")
+        step(model, [Row("a", tokens, tokens)], domain, mode="gather")
     except PlanError as error:
         return str(error)
     return "accepted"
@@ -106,15 +139,16 @@ def test_a_pass_over_ranks_equals_one_rank(world_size):
     expected = {}
     for case in CASES:
         old, _, gradients = step(fresh_model(sharded=False), rows_of(case))
-        expected[case] = ([values for scores in old.scores for values in scores.log_probs], gradients)
+        expected[case] = (by_row(old), gradients)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
         ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
     for found in ranks:
         digest = found.pop("digest")
         assert "different plans" in digest and "on ranks [0]" in digest
-        for (case, *_), (log_probs, gradients, _) in found.items():
-            for ours, dense in zip(log_probs, expected[case][0], strict=True):
-                assert torch.allclose(ours, dense, rtol=0, atol=1e-12)
-            assert max_relative_gradient_error(gradients, expected[case][1]).error <= BOUND
+        for (case, *variant), (log_probs, gradients, _) in found.items():
+            for row, dense in expected[case][0].items():
+                assert torch.allclose(log_probs[row], dense, rtol=0, atol=1e-12), (case, variant, row)
+            worst = max_relative_gradient_error(gradients, expected[case][1])
+            assert worst.error <= BOUND, (case, variant, worst)
     assert sum(found["one valid token", "auto", False][2] for found in ranks) <= world_size - 1

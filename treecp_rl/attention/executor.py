@@ -70,7 +70,7 @@ class _TileAttention(torch.autograd.Function):
         layer: int,
         wants_grad: bool,
     ) -> torch.Tensor:
-        kernel = choose_kernel(query.device, query.dtype, program.kernel)
+        kernel = choose_kernel(query.device, query.dtype, program.kernel, query.shape[-1])
         if program.captured is not None and program.leaves is not None:
             program.leaves.put(layer, key[:, :, program.captured], value[:, :, program.captured])
         saved = program.saved_outputs.get(layer)

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from treecp_rl.attention.leaves import Leaves
@@ -152,7 +153,10 @@ def _compile(schedule: Schedule, rank: int, kernel: str, group: Any) -> Program:
     stages = []
     for index, stage in enumerate(schedule.stages):
         calls = [
-            _locate_tile(tile, index, own, resident, arrivals) for tile in stage.tiles if tile.rank == rank
+            _locate_tile(part, index, own, resident, arrivals)
+            for tile in stage.tiles
+            if tile.rank == rank
+            for part in _cut_keys(tile, schedule.resident)
         ]
         routes = {(move.src, move.dst) for move in stage.moves}
         stages.append(
@@ -231,6 +235,13 @@ def _find(buffers: Iterable[_Buffer | None], start: int, stop: int, what: str) -
         if place is not None:
             return place
     raise PlanError(f"no {what} of tokens [{start}, {stop}) here when needed; run planner.check")
+
+
+def _cut_keys(tile: Tile, resident: Sequence[Span]) -> Iterable[Tile]:
+    """Leaves are a buffer of their own, so keys that begin among them and go on behind them are two calls."""
+    borders = {border for span in resident for border in span if tile.key_start < border < tile.key_stop}
+    for start, stop in pairwise(sorted({tile.key_start, tile.key_stop, *borders})):
+        yield tile._replace(key_start=start, key_stop=stop)
 
 
 def _locate_tile(
