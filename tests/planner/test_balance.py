@@ -68,7 +68,7 @@ def test_a_long_tail_is_even(degree):
 
 def test_equal_responses_that_fill_the_ranks_stay_whole():
     """Evenness must not cost bytes where whole responses give it: only the prompt is moved."""
-    nodes, schedule = gather((512, [512] * 8), 4)
+    _, schedule = gather((512, [512] * 8), 4)
     moved = [move for stage in schedule.stages for move in stage.moves]
     assert all(move.stop <= 512 for move in moved)
 

@@ -77,7 +77,8 @@ def decide(
     """A decision for each tree of a pass.
 
     Where the mode leaves the kind open, a tree stays whole on the rank with the fewest tokens, largest tree
-    first, unless it alone exceeds an even share of the pass: then it is cut over all ranks by ``gather``.
+    first, unless it alone exceeds an even share of the pass: then it is cut over all ranks by ``gather``. A tree
+    of fewer tokens than there are ranks is cut over as many ranks as it has tokens.
 
     Args:
         tree_tokens: packed tokens of each tree.
@@ -89,17 +90,21 @@ def decide(
     """
     kind = _forced_kind(mode)
     if kind is not None:
-        degree = 1 if kind == "local" else domain_size
-        lanes = _lanes(kind, degree, num_kv_heads)
-        return tuple(Decision(kind, degree=degree, lanes=lanes) for _ in tree_tokens)
+        if kind == "heads":
+            _require_common_heads(domain_size, num_kv_heads)
+        degrees = [1 if kind == "local" else min(domain_size, tokens) for tokens in tree_tokens]
+        return tuple(
+            Decision(kind, degree=degree, lanes=_lanes(kind, degree, num_kv_heads)) for degree in degrees
+        )
     load = [0.0] * domain_size
     share = sum(tree_tokens) / domain_size
     decisions = [Decision("local")] * len(tree_tokens)
     for tree in sorted(range(len(tree_tokens)), key=lambda tree: (-tree_tokens[tree], tree)):
         tokens = tree_tokens[tree]
         if domain_size > 1 and tokens > share:
-            decisions[tree] = Decision("gather", degree=domain_size)
-            load = [carried + tokens / domain_size for carried in load]
+            decision = decisions[tree] = Decision("gather", degree=min(domain_size, tokens))
+            for rank in decision.ranks:
+                load[rank] += tokens / decision.degree
         else:
             rank = min(range(domain_size), key=lambda rank: (load[rank], rank))
             decisions[tree] = Decision("local", first_rank=rank)
@@ -107,13 +112,15 @@ def decide(
     return tuple(decisions)
 
 
+def _require_common_heads(domain_size: int, num_kv_heads: int) -> None:
+    if domain_size > 1 and gcd(domain_size, num_kv_heads) == 1:
+        raise ConfigError(
+            f"heads deals out {num_kv_heads} key/value heads over {domain_size} ranks, which have no common divisor; "
+            "choose a domain_size that shares one, or another mode"
+        )
+
+
 def _lanes(kind: Kind, degree: int, num_kv_heads: int) -> int:
     if kind == "heads":
-        per_lane = gcd(degree, num_kv_heads)
-        if degree > 1 and per_lane == 1:
-            raise ConfigError(
-                f"heads deals out {num_kv_heads} key/value heads over {degree} ranks, which have no common divisor; "
-                "choose a domain_size that shares one, or another mode"
-            )
-        return degree // per_lane
+        return degree // gcd(degree, num_kv_heads)
     return 2 if kind == "tree_move_kv" and degree % 2 == 0 else 1

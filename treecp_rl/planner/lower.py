@@ -111,12 +111,12 @@ def _require_ranks(tree: Tree, decision: Decision, world_size: int) -> None:
         )
     if decision.kind == "local" and decision.degree != 1:
         raise PlanError(f"local runs on 1 rank, the decision has {decision.degree}; use gather")
+    if decision.degree % decision.lanes:
+        raise PlanError(f"{decision.lanes} lanes do not divide degree {decision.degree}")
     if decision.degree > tree.num_tokens:
         raise PlanError(
             f"degree {decision.degree} for a tree of {tree.num_tokens} tokens; choose at most {tree.num_tokens}"
         )
-    if decision.degree % decision.lanes:
-        raise PlanError(f"{decision.lanes} lanes do not divide degree {decision.degree}")
 
 
 def _place(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Segment]:
