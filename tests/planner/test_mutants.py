@@ -10,10 +10,11 @@ import pytest
 
 from tests.planner.shapes import KINDS, decision, trees
 from tests.planner.simulate import is_exact
+from treecp_rl.attention.program import compile_program
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Stage
+from treecp_rl.plan import Segment, Stage
 from treecp_rl.planner.check import check
-from treecp_rl.planner.lower import lower
+from treecp_rl.planner.lower import lower, lower_local
 
 SPLIT_KINDS = tuple(kind for kind in KINDS if kind != "dcp_fused")
 SMALL = trees((130, [40, 3, 64]), (9, [140, 5]))
@@ -45,6 +46,8 @@ def test_every_form_is_accepted_and_exact(kind, form):
     schedule = lowered(kind, form)
     check(schedule, SMALL)
     assert is_exact(schedule, SMALL)
+    for rank in range(schedule.world_size):
+        compile_program(schedule, rank)
 
 
 def tile_mutants(tile, world_size):
@@ -165,6 +168,22 @@ def test_a_resident_key_that_is_read_without_a_move_is_refused(kind):
     )
     with pytest.raises(PlanError, match="needs kv that its rank has not received"):
         check(replace(schedule, stages=stages), SMALL)
+
+
+def test_keys_in_two_buffers_are_refused():
+    """A prompt's resident tokens and a response's adjoin on the axis, but not in a rank's memory."""
+    nodes = trees((8, [8]))
+    schedule = lower_local(nodes, roots_are_resident=True)
+    check(schedule, nodes)
+    (stage,) = schedule.stages
+    causal = next(tile for tile in stage.tiles if tile.causal)
+    first, second = causal._replace(query_stop=12, key_stop=12), causal._replace(query_start=12, key_start=12)
+    both = second._replace(key_start=0, key_stop=12, causal=False)
+    root = first._replace(key_start=0, key_stop=8, causal=False)
+    with pytest.raises(PlanError, match="in one buffer"):
+        check(replace(schedule, stages=(Stage((), (first, second, root, both)),)), nodes)
+    with pytest.raises(PlanError, match="two buffers"):
+        check(replace(schedule, segments=(Segment(0, 0, 16),)), nodes)
 
 
 def test_a_response_cannot_be_resident():

@@ -226,7 +226,7 @@ def _range_minima(values: Ints) -> tuple[Ints, ...]:
     return tuple(levels)
 
 
-def _owned(schedule: Schedule) -> "_Spans":
+def _owned(schedule: Schedule) -> "_Owned":
     """What each rank owns, after a look whether every token is owned once."""
     cursor = 0
     for segment in sorted(schedule.segments, key=lambda segment: segment.start):
@@ -239,8 +239,22 @@ def _owned(schedule: Schedule) -> "_Spans":
         cursor = segment.stop
     if cursor != schedule.num_tokens:
         raise PlanError(f"tokens {cursor} to {schedule.num_tokens} are owned by no rank")
-    rows = np.array([(s.rank, s.start, s.stop) for s in schedule.segments], np.int64).reshape(-1, 3)
-    return _Spans.union(*_axis(schedule).of_ranks(*rows.T))
+    ranks, starts, stops = np.array([(s.rank, s.start, s.stop) for s in schedule.segments], np.int64).T
+    at_start, at_stop = _axis(schedule).of_ranks(ranks, starts, stops)
+    is_resident = np.zeros(len(starts), np.bool_)
+    for first, last in schedule.resident:
+        overlaps = (starts < last) & (stops > first)
+        across = overlaps & ((starts < first) | (stops > last))
+        if across.any():
+            raise PlanError(
+                f"{schedule.segments[int(np.argmax(across))]} holds tokens inside and outside of the resident "
+                f"{(first, last)}: they lie in two buffers"
+            )
+        is_resident |= overlaps
+    return _Owned(
+        _Spans.union(at_start[~is_resident], at_stop[~is_resident]),
+        _Spans.union(at_start[is_resident], at_stop[is_resident]),
+    )
 
 
 def _check_coverage(forest: _Forest, tiles: _Tiles) -> None:
@@ -289,7 +303,7 @@ def _check_coverage(forest: _Forest, tiles: _Tiles) -> None:
         )
 
 
-def _check_traffic(schedule: Schedule, owned: "_Spans", tiles: _Tiles, moves: _Moves) -> None:
+def _check_traffic(schedule: Schedule, owned: "_Owned", tiles: _Tiles, moves: _Moves) -> None:
     """Every operand is at hand when its tile runs, nothing travels unread, and states return."""
     axis = _axis(schedule)
     operands: tuple[tuple[MoveKind, Ints, Ints], ...] = (
@@ -361,6 +375,18 @@ class _Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class _Owned:
+    """What ranks own, in two buffers each."""
+
+    computed: _Spans
+    resident: _Spans
+
+    def cover(self, start: Ints, stop: Ints) -> Bools:
+        """Which of the given spans lie inside one buffer of their rank."""
+        return self.computed.cover(start, stop) | self.resident.cover(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class _Readers:
     """Tiles with an operand from elsewhere, and the operand's span."""
 
@@ -423,7 +449,7 @@ class _Arrivals:
             )
 
 
-def _check_states(axis: _Axis, owned: _Spans, queries: _Arrivals, readers: _Readers, states: _Moves) -> None:
+def _check_states(axis: _Axis, owned: _Owned, queries: _Arrivals, readers: _Readers, states: _Moves) -> None:
     """A query computed away from home: its state returns exactly once, after the last tile that adds to it."""
     at_home = owned.cover(*axis.of_ranks(states.dst, states.start, states.stop))
     _refuse(states, ~at_home, "returns states to a rank that does not own these tokens")

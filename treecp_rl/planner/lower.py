@@ -201,6 +201,12 @@ def _keys(pieces: Iterable[_Piece], seen_by: Callable[[_Piece], tuple[int, bool]
     return keys
 
 
+def _is_joined_by(key: _Key, following: _Key) -> bool:
+    """Whether both lie side by side in one buffer. A worker's own keys do, unless one is resident and asks not."""
+    is_one_buffer = key.stage > 0 or key.asks == following.asks
+    return is_one_buffer and (following.start, following.stage) == (key.stop, key.stage)
+
+
 def _runs(pieces: Iterable[_Piece], first: int) -> list[Segment]:
     """Longest spans of one rank's tokens from packed token ``first`` on."""
     runs: list[Segment] = []
@@ -248,7 +254,7 @@ class _Stages:
                 self.tiles[key.stage].append(Tile(worker, begin, end, begin, end, True, part, parts))
             first = bisect_right(stops, end) if reach > end else len(queries)
             readers = queries[first : bisect_left(starts, reach, first)]
-            goes_on = bool(following) and (following.start, following.stage) == (end, key.stage)
+            goes_on = following is not None and _is_joined_by(key, following)
             grown, growing = growing, {}
             for start, stop, stage in readers:
                 tiles = self.tiles[stage or key.stage]
