@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import MOVE_KINDS, Move, MoveKind, Node, Schedule, Span, Tile
+from treecp_rl.planner.cost import MemoryBudget
 
 STATE_DELAY = 2
 """Stages from a tile to its state's return: stage i+1's moves are posted before stage i's tiles run."""
@@ -26,8 +27,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-def check(schedule: Schedule, nodes: Sequence[Node]) -> None:
+def check(schedule: Schedule, nodes: Sequence[Node], budget: MemoryBudget | None = None) -> None:
     """Prove a schedule right for the trees it was lowered from.
+
+    Args:
+        budget: what a rank may hold; without one memory is not looked at.
 
     Raises:
         PlanError: the first rule that does not hold, with the span and rank where it fails.
@@ -43,6 +47,8 @@ def check(schedule: Schedule, nodes: Sequence[Node]) -> None:
         some_moves = moves.where(part * moves.num_parts // parts == moves.part) if parts > 1 else moves
         _check_coverage(forest, some_tiles)
         _check_traffic(schedule, owned, some_tiles, some_moves)
+    if budget is not None:
+        budget.require(schedule)
 
 
 @dataclass(frozen=True, slots=True)
