@@ -71,7 +71,15 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         help="your own groups, or a CSV file with columns group,prompt,response",
     )
     parser.add_argument("--dtype", choices=["float64", "float32", "bfloat16", "all"], default="float64")
-    parser.add_argument("--world-size", type=int, choices=[1, 2, 4], default=1, help="gloo processes (FSDP2)")
+    parser.add_argument(
+        "--world-size", type=int, choices=[1, 2, 4, 8], default=1, help="gloo processes (FSDP2)"
+    )
+    parser.add_argument(
+        "--plans",
+        default="",
+        metavar="all|MODE,...",
+        help="make the processes one domain and run every case by each of these modes",
+    )
     parser.add_argument("--share", choices=["prompt", "prefix"], default="prompt")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all spawned ranks"
@@ -128,7 +136,7 @@ def _train(overrides: list[str]) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from treecp_rl.verify.cases import parse_lengths
-    from treecp_rl.verify.certificate import VerifyOptions, certify, render
+    from treecp_rl.verify.certificate import PLANS, VerifyOptions, certify, render
 
     try:
         lengths = parse_lengths(options.lengths) if options.lengths is not None else None
@@ -144,6 +152,7 @@ def _verify(options: argparse.Namespace) -> int:
             world_size=options.world_size,
             share=options.share,
             timeout_seconds=options.timeout,
+            plans=PLANS if options.plans == "all" else tuple(filter(None, options.plans.split(","))),
         )
     )
     _print(certificate.as_json(), render(certificate), options.json)

@@ -28,6 +28,14 @@ def max_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup | None) -> l
     return [int(number) for number in largest]
 
 
+def sum_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Element by element the sum of the ranks' numbers."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    total = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    return [int(number) for number in total]
+
+
 def require_equal_digest(digest: str, group: dist.ProcessGroup) -> None:
     """Stop every rank at once when their plans differ; the exchanges of unequal plans would never meet.
 

@@ -64,10 +64,10 @@ def test_auto_splits_only_the_tree_that_exceeds_the_budget_and_computes_its_prom
     rows = rows_of("ragged")
     ours, expected = step(rows, tokens_per_pass=240), step(rows)
     require_equal(ours, expected)
-    assert (ours[1].num_groups_split, ours[1].num_groups_cut) == (1, 0)
+    assert (ours[1].num_groups_replayed, ours[1].num_groups_cut) == (1, 0)
     cut = step(rows, tokens_per_pass=240, mode="fused")
     require_equal(cut, expected)
-    assert (cut[1].num_groups_split, cut[1].num_groups_cut) == (0, 1)
+    assert (cut[1].num_groups_replayed, cut[1].num_groups_cut) == (0, 1)
     assert cut[1].tokens_computed - ours[1].tokens_computed >= 140
 
 

@@ -272,6 +272,23 @@ def off_policy_ratio(model_path: str, old: Case, new: Case) -> float:
     return worst[0]
 
 
+def clipped_norm(
+    backend: str, model_path: str, case: Case, options: dict[str, Any] | None = None
+) -> tuple[float, float]:
+    """Gradient norm of a step before and after verl's clipping; weights stay as they are."""
+    from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
+
+    engine = engine_of(backend, model_path, **(options or {}))
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch_of(case, dist.get_rank()), loss_of(case), forward_only=False)
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        before = float(fsdp2_clip_grad_norm_(parameters, max_norm=0.01))
+        after = torch.stack([full(p.grad).double().norm() for p in parameters]).norm()
+        engine.optimizer_zero_grad()
+    return before, float(after)
+
+
 def step_with_nan(model_path: str, case: Case) -> dict[str, Any]:
     """One train_batch whose loss is NaN on rank 0."""
     engine = engine_of("treecp", model_path)

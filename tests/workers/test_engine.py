@@ -225,20 +225,78 @@ def test_a_group_split_over_ranks_gives_the_same_gradients(pools, model_path):
     assert_same_step(pools[2], model_path, Case(ranks=ranks))
 
 
-@pytest.mark.parametrize("mode", ["auto", "gather", "move_q"])
+DOMAIN_GROUPS = (Group("a", 150, (40, 90, 3)), Group("b", 9, (4, 5)))
+ALONE, SHARED = (
+    Case(ranks=(DOMAIN_GROUPS,) * ranks, micro_rows=-1, entropy=True, actor=LOSSES["grpo_kl_entropy"])
+    for ranks in (1, 2)
+)
+
+
+@pytest.mark.parametrize(
+    "mode", ["auto", "gather", "heads", "reuse_ring", "flat_ring", "split", "split_move_q", "split_heads"]
+)
 def test_a_domain_of_two_ranks_equals_the_stock_engine_on_one(pools, model_path, mode):
     """Both ranks get the same rows and share each pass; the gradients are those of one rank alone."""
-    groups = (Group("a", 150, (40, 90, 3)), Group("b", 9, (4, 5)))
-    alone, shared = (Case(ranks=(groups,) * ranks, micro_rows=-1, entropy=True) for ranks in (1, 2))
-    expected = results(pools[1], engine_cases.update, "fsdp2", model_path, alone)
+    expected = results(pools[1], engine_cases.update, "fsdp2", model_path, ALONE)
     options = {"treecp": TreeCPOptions(domain_size=2, mode=mode)}
-    found = results(pools[2], engine_cases.update, "treecp", model_path, shared, options)
+    found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)
     assert found[0].loss == pytest.approx(expected[0].loss, rel=BOUND, abs=BOUND)
     assert worst_relative(found[0].grads, expected[0].grads) <= BOUND
-    dense = results(pools[1], engine_cases.log_probs, "fsdp2", model_path, alone)[0]["log_probs"]
-    for rank in results(pools[2], engine_cases.log_probs, "treecp", model_path, shared, options):
+    dense = results(pools[1], engine_cases.log_probs, "fsdp2", model_path, ALONE)[0]["log_probs"]
+    for rank in results(pools[2], engine_cases.log_probs, "treecp", model_path, SHARED, options):
         for ours, row, prompt in zip(rank["log_probs"], dense, (150, 150, 150, 9, 9), strict=True):
             assert torch.allclose(ours[prompt - 1 : -1], row[prompt - 1 : -1], atol=1e-5)
+
+
+DOMAIN_VARIANTS = {
+    "checkpointing, outputs saved": (
+        {"model": {"enable_gradient_checkpointing": True}},
+        {"save_attention_bytes": 10**8},
+    ),
+    "lora": ({"lora_rank": 4, "model": {"lora_alpha": 8}}, {}),
+    "lora, split": ({"lora_rank": 4, "model": {"lora_alpha": 8}}, {"mode": "split"}),
+    "keep unsharded, split": ({"reshard_after_forward": False}, {"mode": "split"}),
+    "sync every pass, split": ({"use_no_sync_for_gradient_accumulation": False}, {"mode": "split"}),
+    "sent again": ({}, {"mode": "gather", "resend": True}),
+    "one tree after another": ({}, {"mode": "gather", "streaming": False}),
+    "leaves offloaded": ({}, {"mode": "split", "offload_leaves": True}),
+}
+
+
+@pytest.mark.parametrize("variant", DOMAIN_VARIANTS)
+def test_engine_options_through_a_domain(pools, model_path, variant):
+    """And the clipped optimizer step that follows."""
+    engine, treecp = DOMAIN_VARIANTS[variant]
+    options = engine | {"treecp": TreeCPOptions(domain_size=2, **treecp)}
+    expected = results(pools[1], engine_cases.update, "fsdp2", model_path, ALONE, engine)
+    found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)
+    assert worst_relative(found[0].grads, expected[0].grads) <= BOUND
+    norms = [
+        results(pool, engine_cases.clipped_norm, backend, model_path, case, chosen)[0]
+        for pool, backend, case, chosen in (
+            (pools[1], "fsdp2", ALONE, engine),
+            (pools[2], "treecp", SHARED, options),
+        )
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=BOUND)
+    assert norms[1][1] <= 0.01 < norms[1][0]
+
+
+def test_moved_bytes_are_counted(pools, model_path):
+    options = {"treecp": TreeCPOptions(domain_size=2, mode="gather")}
+    found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)
+    assert found[0].metrics["treecp/moved_bytes"].aggregate() > 0
+    options = {"treecp": TreeCPOptions(domain_size=2, mode="local")}
+    found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)
+    assert found[0].metrics["treecp/moved_bytes"].aggregate() == 0
+
+
+def test_a_kind_that_the_model_cannot_run_is_refused(pools, tmp_path):
+    path = str(save_tiny_model(tmp_path, num_key_value_heads=1))
+    options = {"treecp": TreeCPOptions(domain_size=2, mode="heads")}
+    for outcome in pools[2].run(engine_cases.update, "treecp", path, SHARED, options):
+        assert isinstance(outcome, ConfigError)
+        assert "deals out 1 key/value heads over 2 ranks" in str(outcome)
 
 
 def test_tokens_per_rank_bounds_a_pass(pools, model_path):

@@ -22,7 +22,7 @@ def row(uid: str, prompt: int, response: int) -> Row:
 
 def counts(rows: list[Row], dp_size: int = 1) -> dict[str, float]:
     plan = plan_passes(rows, tokens_per_pass=1000)
-    trees = [tree for trees in plan.passes for tree in trees]
+    trees = plan.trees
     report = StepReport(
         tokens_computed=sum(tree.num_tokens for tree in trees),
         tokens_flat=sum(tree.num_flat_tokens for tree in trees),
@@ -32,6 +32,8 @@ def counts(rows: list[Row], dp_size: int = 1) -> dict[str, float]:
         num_rows=len(rows),
         num_groups_without_reuse=plan.num_groups_without_reuse,
         num_groups_cut=0,
+        num_groups_replayed=0,
+        moved_bytes=0,
         scores=(),
     )
     batch = Batch(tuple(rows), tuple(r.uid == PADDING for r in rows), 1, False, False, False)

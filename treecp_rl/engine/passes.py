@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from treecp_rl.attention.huggingface import PROGRAM_KEY
-from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores
+from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores, sum_over_ranks
 from treecp_rl.engine.head import scoring_head
 from treecp_rl.engine.shares import (
     AttentionShape,
@@ -67,7 +67,7 @@ class PassPlan:
         return tuple(tree for one in self.passes for tree in one.trees)
 
     @property
-    def num_groups_split(self) -> int:
+    def num_groups_replayed(self) -> int:
         """Trees that run as a prefill and rounds of replay."""
         return sum(bool(one.rounds) for one in self.passes)
 
@@ -87,7 +87,7 @@ class RowScores:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step computed, this rank."""
+    """What a step computed: this rank, or its whole domain where ranks share passes."""
 
     tokens_computed: int
     tokens_flat: int
@@ -102,10 +102,10 @@ class StepReport:
     """Groups of a single row: nothing to share."""
     num_groups_cut: int
     """Trees over the token budget, so that their prompt was computed more than once."""
-    num_groups_split: int
+    num_groups_replayed: int
     """Trees run as a prefill and rounds of replay."""
     moved_bytes: int
-    """Sent by this rank between the ranks of its domain, forward and backward, all layers."""
+    """Sent between the ranks of the domain, forward and backward, all layers."""
     scores: tuple[RowScores, ...]
     """Detached scores of every pass when no loss was given, else empty."""
 
@@ -203,7 +203,7 @@ def run_passes(
                             runner.run_round(one, prompt)
                     with sync_context(is_last):
                         runner.finish_prefill(prompt)
-    return _report(plan, slots, runner.collected)
+        return _report(plan, slots, runner.collected, domain)
 
 
 @dataclass(frozen=True)
@@ -355,9 +355,13 @@ def _unfold(packed: PackedTrees, pair_scores: torch.Tensor, options: PassOptions
     return RowScores(row_indices=packed.row_indices, **per_row)
 
 
-def _report(plan: PassPlan, slots: Sequence[_Slot], scores: Sequence[RowScores]) -> StepReport:
+def _report(
+    plan: PassPlan, slots: Sequence[_Slot], scores: Sequence[RowScores], domain: Domain | None
+) -> StepReport:
     shares = [share for slot in slots for share in slot.shares]
-    programs = [share.program for share in shares]
+    traffic = [t for share in shares for t in (share.program.forward_traffic, share.program.backward_traffic)]
+    counts = [sum(share.num_pad_tokens for share in shares), sum(t.sent_bytes for t in traffic)]
+    pad_tokens, moved_bytes = counts if domain is None else sum_over_ranks(counts, domain.group)
     computed = sum(tree.num_tokens for one in plan.passes if not one.rounds for tree in one.trees)
     for one in plan.passes:
         if one.rounds:
@@ -366,13 +370,13 @@ def _report(plan: PassPlan, slots: Sequence[_Slot], scores: Sequence[RowScores])
     return StepReport(
         tokens_computed=computed,
         tokens_flat=sum(tree.num_flat_tokens for tree in plan.trees),
-        pad_tokens=sum(share.num_pad_tokens for share in shares),
+        pad_tokens=pad_tokens,
         num_passes=len(shares),
         num_groups=plan.num_groups,
         num_rows=sum(len(tree.rows) for tree in plan.trees),
         num_groups_without_reuse=plan.num_groups_without_reuse,
         num_groups_cut=plan.num_groups_cut,
-        num_groups_split=plan.num_groups_split,
-        moved_bytes=sum(p.forward_traffic.sent_bytes + p.backward_traffic.sent_bytes for p in programs),
+        num_groups_replayed=plan.num_groups_replayed,
+        moved_bytes=moved_bytes,
         scores=tuple(scores),
     )

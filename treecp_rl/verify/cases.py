@@ -12,6 +12,7 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class Case:
     tokens_per_pass: int | None = None
     """Token budget of one pass; None means that everything may go into one."""
     checkpointing: bool = False
+
+    is_about_dealing: bool = False
+    """Whether the case is how rows are dealt to ranks, which a domain's ranks never see."""
 
     def rows_of(self, rank: int, world_size: int) -> tuple[int, ...]:
         return tuple(i for i in range(len(self.rows)) if self.rank_of(i, world_size) == rank)
@@ -84,14 +88,22 @@ def standard_cases(vocabulary: int) -> tuple[Case, ...]:
         _masked_tool_tokens(build),
         _one_valid_token(build),
         _group_of_one(build),
-        replace(_ragged_groups(build), name="one_rank_without_work", rank_of=lambda row, world: 0),
-        replace(_ragged_groups(build), name="group_split_over_ranks", rank_of=lambda row, world: row % world),
+        replace(_ragged_groups(build), name="one_rank_without_work", **_dealt(lambda row, world: 0)),
+        replace(
+            _ragged_groups(build), name="group_split_over_ranks", **_dealt(lambda row, world: row % world)
+        ),
+        _case("cut_over_ranks", build.groups(Lengths(150, (70, 3, 40)), Lengths(7, (29,))), "grpo"),
+        _case("long_tail", build.groups(Lengths(29, (230, 7, 1))), "dapo"),
         replace(_ragged_groups(build), name="activation_checkpointing", checkpointing=True),
         replace(_ragged_groups(build), name="several_passes", tokens_per_pass=40),
         replace(
             _ragged_groups(build), name="several_passes_checkpointed", tokens_per_pass=40, checkpointing=True
         ),
     )
+
+
+def _dealt(rank_of: Callable[[int, int], int]) -> dict[str, Any]:
+    return {"rank_of": rank_of, "is_about_dealing": True}
 
 
 def cases_from_lengths(vocabulary: int, lengths: Sequence[Lengths]) -> tuple[Case, ...]:

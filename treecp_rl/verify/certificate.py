@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 
 from treecp_rl.engine.capabilities import require_supported
 from treecp_rl.errors import ConfigError
+from treecp_rl.planner.batch import Mode
 from treecp_rl.tree import Share
 from treecp_rl.verify.cases import Case, Lengths, bind_loss
 from treecp_rl.verify.losses import BatchLoss, LossSpec
@@ -41,7 +42,8 @@ from treecp_rl.verify.oracle import (
 from treecp_rl.verify.ranks import Job, build_cases, run_world
 from treecp_rl.verify.subject import Outcome
 
-WORLD_SIZES = (1, 2, 4)
+WORLD_SIZES = (1, 2, 4, 8)
+PLANS: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 _FLOAT64_BOUND = 1e-12
@@ -73,12 +75,18 @@ class VerifyOptions:
     world_size: int = 1
     share: Share = "prompt"
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    plans: tuple[Mode, ...] = ()
+    """Empty: each rank has rows of its own. Otherwise all ranks share every pass, by each of these modes in turn."""
 
     def __post_init__(self) -> None:
         if self.world_size not in WORLD_SIZES:
             raise ConfigError(
                 f"--world-size {self.world_size}: choose one of {', '.join(map(str, WORLD_SIZES))}"
             )
+
+        unknown = sorted(set(self.plans) - set(PLANS))
+        if unknown:
+            raise ConfigError(f"--plans {','.join(unknown)}: choose all, or some of {', '.join(PLANS)}")
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -119,6 +127,8 @@ class CaseResult:
     name: str
     dtype: str
     world_size: int
+    plan: Mode | None
+    """None: each rank had rows of its own."""
     passed: bool
     errors: Errors
     bounds: Bounds
@@ -201,25 +211,31 @@ def _threads_for(parameters: int) -> Iterator[None]:
 
 def _certify_dtype(options: VerifyOptions, config: PretrainedConfig, dtype: str) -> Iterator[CaseResult]:
     cases = build_cases(config, options.lengths)
+    if options.plans:
+        # Ranks of a domain all hold the same rows.
+        cases = tuple(case for case in cases if not case.is_about_dealing)
     oracle = random_model(config, torch.float64, drawn_in=DTYPES[dtype])
     references, losses = zip(*(_reference(oracle, case, dtype) for case in cases), strict=True)
-    job = Job(
-        config, dtype, options.share, options.lengths, tuple(case.name for case in cases), tuple(losses)
-    )
+    plans = options.plans or (None,)
+    names = tuple(case.name for case in cases)
+    job = Job(config, dtype, options.share, options.lengths, names, tuple(losses), plans)
     outcomes = run_world(job, options.world_size, options.timeout_seconds)
-    flat_model = None if dtype == "float64" else random_model(config, DTYPES[dtype], drawn_in=DTYPES[dtype])
-    for case, loss, reference, outcome in zip(cases, losses, references, outcomes, strict=True):
-        errors = _distance(outcome, reference)
-        flat = None
-        if flat_model is not None:
-            flat = _distance(
-                _as_outcome(dense_step(flat_model, case.rows, loss, math_attention=False)), reference
-            )
-        bounds = _bounds(dtype, flat)
+    flats: list[Errors | None] = [None] * len(cases)
+    if dtype != "float64":
+        model = random_model(config, DTYPES[dtype], drawn_in=DTYPES[dtype])
+        flats = [
+            _distance(_as_outcome(dense_step(model, case.rows, loss, math_attention=False)), reference)
+            for case, loss, reference in zip(cases, losses, references, strict=True)
+        ]
+    of_case = list(zip(cases, references, flats, strict=True))
+    runs = [(plan, *entry) for plan in plans for entry in of_case]
+    for (plan, case, reference, flat), outcome in zip(runs, outcomes, strict=True):
+        errors, bounds = _distance(outcome, reference), _bounds(dtype, flat)
         yield CaseResult(
             name=case.name,
             dtype=dtype,
             world_size=options.world_size,
+            plan=plan,
             passed=_within(errors, bounds),
             errors=errors,
             bounds=bounds,
@@ -316,6 +332,7 @@ def _case_json(case: CaseResult) -> dict[str, Any]:
         "name": case.name,
         "dtype": case.dtype,
         "world_size": case.world_size,
+        "plan": case.plan,
         "passed": case.passed,
         "max_relative_gradient_error": errors.pop("gradient"),
         "gradient_l2_error": errors.pop("gradient_l2"),
@@ -343,7 +360,7 @@ def _require_memory(config: PretrainedConfig, parameters: int) -> None:
 def render(certificate: Certificate) -> str:
     """The certificate as a table for the screen."""
     header = (
-        f"{'case':<29}{'dtype':<10}{'gradient':>10}{'(L2)':>10}{'log-prob':>10}{'entropy':>10}{'loss':>10}"
+        f"{'case':<29}{'plan':<20}{'dtype':<10}{'gradient':>10}{'(L2)':>10}{'log-prob':>10}{'entropy':>10}{'loss':>10}"
         f"{'bound':>10}{'tokens':>8}{'flat':>7}  "
     )
     lines = [header, "-" * len(header)]
@@ -358,7 +375,7 @@ def render(certificate: Certificate) -> str:
             case.bounds.gradient_l2,
         )
         lines.append(
-            f"{case.name:<29}{case.dtype:<10}"
+            f"{case.name:<29}{case.plan or '-':<20}{case.dtype:<10}"
             + "".join(f"{number:>10.1e}" for number in numbers)
             + f"{case.tokens_computed:>8}{case.tokens_flat:>7}  {'ok' if case.passed else 'MISSED'}"
         )

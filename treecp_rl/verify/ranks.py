@@ -22,6 +22,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from treecp_rl.errors import TreeCPError
+from treecp_rl.planner.batch import Mode
 from treecp_rl.tree import Share
 from treecp_rl.verify.cases import Case, Lengths, cases_from_lengths, standard_cases
 from treecp_rl.verify.losses import BatchLoss
@@ -43,6 +44,8 @@ class Job:
     lengths: tuple[Lengths, ...] | None
     case_names: tuple[str, ...]
     losses: tuple[BatchLoss, ...]
+    plans: tuple[Mode | None, ...] = (None,)
+    """What each case is run by, one after another, see ``subject.run_engine``."""
 
 
 def build_cases(config: PretrainedConfig, lengths: tuple[Lengths, ...] | None) -> tuple[Case, ...]:
@@ -50,18 +53,19 @@ def build_cases(config: PretrainedConfig, lengths: tuple[Lengths, ...] | None) -
 
 
 def run_job(job: Job, rank: int, world_size: int) -> list[Outcome]:
-    """Every case of the job on this rank, in order."""
+    """Every case of the job on this rank, in order, for the first plan, then for the next."""
     dtype = DTYPES[job.dtype]
     model = prepare_engine_model(random_model(job.config, dtype, drawn_in=dtype), world_size)
     by_name = {case.name: case for case in build_cases(job.config, job.lengths)}
     return [
-        run_engine(model, by_name[name], loss, share=job.share, rank=rank, world_size=world_size)
+        run_engine(model, by_name[name], loss, share=job.share, plan=plan, rank=rank, world_size=world_size)
+        for plan in job.plans
         for name, loss in zip(job.case_names, job.losses, strict=True)
     ]
 
 
 def run_world(job: Job, world_size: int, timeout_seconds: float) -> list[Outcome]:
-    """The job on `world_size` processes; one merged outcome a case."""
+    """The job on `world_size` processes; one merged outcome a plan and case."""
     if world_size == 1:
         return run_job(job, 0, 1)
     with tempfile.TemporaryDirectory(prefix="treecp-verify-") as folder:

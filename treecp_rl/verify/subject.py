@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
-from treecp_rl.engine.passes import PassOptions, RowScores, plan_passes, run_passes
+from treecp_rl.engine.passes import Domain, PassOptions, RowScores, plan_passes, run_passes
+from treecp_rl.planner.batch import Mode
 from treecp_rl.tree import Share
 from treecp_rl.verify.cases import Case
 from treecp_rl.verify.losses import BatchLoss
@@ -72,21 +73,39 @@ def prepare_engine_model(model: nn.Module, world_size: int) -> nn.Module:
 
 
 def run_engine(
-    model: nn.Module, case: Case, loss: BatchLoss, *, share: Share, rank: int = 0, world_size: int = 1
+    model: nn.Module,
+    case: Case,
+    loss: BatchLoss,
+    *,
+    share: Share,
+    plan: Mode | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Outcome:
-    """Old-log-prob pass and update pass of one case on this rank. All ranks of the world call it together."""
-    row_numbers = case.rows_of(rank, world_size)
+    """Old-log-prob pass and update pass of one case on this rank. All ranks of the world call it together.
+
+    Args:
+        plan: None gives each rank rows of its own; a mode makes the world one domain, which runs all rows by it.
+    """
+    is_domain = plan is not None and world_size > 1
+    domain = Domain(rank, world_size, dist.group.WORLD) if is_domain else None
+    row_numbers = tuple(range(len(case.rows))) if is_domain else case.rows_of(rank, world_size)
     rows = [case.rows[index] for index in row_numbers]
     budget = case.tokens_per_pass or max(1, sum(row.num_tokens for row in case.rows))
-    plan = plan_passes(rows, share=share, tokens_per_pass=budget)
+    passes = plan_passes(rows, share=share, tokens_per_pass=budget, mode=plan or "auto")
     head = HeadOptions(entropy=True, sum_pi_squared=True, chunk_tokens=_HEAD_CHUNK_TOKENS)
-    options = PassOptions(head=head)
-    recorder = _Recorder(loss.for_world(world_size), row_numbers)
+    options = PassOptions(head=head, mode=plan or "auto")
+    recorder = _Recorder(loss if is_domain else loss.for_world(world_size), row_numbers)
     with _checkpointing(model, case.checkpointing):
         model.zero_grad(set_to_none=True)
-        old = run_passes(model, plan, None, options)
+        old = run_passes(model, passes, None, options, domain=domain)
         report = run_passes(
-            model, plan, recorder, options, sync_context=lambda last: _sync_on_last(model, last)
+            model,
+            passes,
+            recorder,
+            options,
+            domain=domain,
+            sync_context=lambda last: _sync_on_last(model, last),
         )
     gradients = gradients_of(model)
     model.zero_grad(set_to_none=True)
@@ -98,8 +117,9 @@ def run_engine(
         forward_only=forward_only,
         loss=recorder.total,
         gradients=gradients,
-        tokens_computed=report.tokens_computed,
-        tokens_flat=report.tokens_flat,
+        # A domain counts its tokens once, on the first rank.
+        tokens_computed=report.tokens_computed if domain is None or rank == 0 else 0,
+        tokens_flat=report.tokens_flat if domain is None or rank == 0 else 0,
     )
 
 

@@ -20,6 +20,7 @@ from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, RowScores, plan_passes, run_passes
 from treecp_rl.errors import BatchError, ConfigError
+from treecp_rl.planner.batch import decide
 from treecp_rl.workers import convert
 from treecp_rl.workers.launch import engine_refusals
 from treecp_rl.workers.metrics import LossMetrics, counts_of, fill_in_for_idle
@@ -66,6 +67,10 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         for refusal in engine_refusals(engine_config, model_config):
             raise ConfigError(refusal)
         self.options = TreeCPOptions.from_mapping(engine_config.get("treecp"))
+        heads = getattr(model_config.hf_config, "num_key_value_heads", None)
+        if heads is not None:
+            # Refuses a forced kind that the model cannot run, before anything is loaded.
+            decide([self.options.domain_size], self.options.domain_size, self.options.mode, heads)
         # verl chose this class by the strategy's name; what it builds underneath is FSDP2.
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -129,7 +134,7 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
             self.module,
             step.plan,
             None if forward_only else loss_of,
-            PassOptions(head, mode=self.options.mode),
+            _pass_options(self.options, head),
             device=get_device_id(),
             domain=self.domain,
             forward_context=self._autocast,
@@ -156,7 +161,9 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
             batch = convert.read_batch(data)
             budget = convert.token_budget(data, self.options.tokens_per_rank, batch.longest_row)
             budget *= self.options.domain_size
-            plan = plan_passes(batch.rows, share=self.options.share, tokens_per_pass=budget)
+            plan = plan_passes(
+                batch.rows, share=self.options.share, tokens_per_pass=budget, mode=self.options.mode
+            )
             mine = [batch.num_loss_tokens, int(not batch.rows), 0]
         except Exception as error:
             failure, mine = error, [0, 0, 1]
@@ -180,6 +187,17 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         if forward_only:
             return lambda is_last: nullcontext()
         return lambda is_last: self._gradient_sync_context(is_last_micro_batch=is_last)
+
+
+def _pass_options(options: TreeCPOptions, head: HeadOptions) -> PassOptions:
+    return PassOptions(
+        head=head,
+        mode=options.mode,
+        streaming=options.streaming,
+        resend=options.resend,
+        save_attention_bytes=options.save_attention_bytes,
+        offload_leaves=options.offload_leaves,
+    )
 
 
 def _join_domain(options: TreeCPOptions) -> tuple[Domain | None, dist.ProcessGroup]:

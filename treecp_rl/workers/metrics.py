@@ -23,14 +23,16 @@ COUNTS = (
     "groups",
     "groups_without_reuse",
     "groups_cut",
+    "groups_replayed",
     "rows",
     "passes",
+    "moved_bytes",
 )
 
 
 def counts_of(batch: Batch, plan: PassPlan, report: StepReport, dp_size: int) -> dict[str, Metric]:
     """Counts of a step. Rows that verl added to fill the batch count as pad tokens and nowhere else."""
-    padding = [t for trees in plan.passes for t in trees if batch.is_padding[t.rows[0].row]]
+    padding = [t for t in plan.trees if batch.is_padding[t.rows[0].row]]
     padding_tokens = sum(tree.num_tokens for tree in padding)
     padding_rows = [row for row, is_padding in zip(batch.rows, batch.is_padding, strict=True) if is_padding]
     padding_sizes = Counter(row.uid for row in padding_rows)
@@ -42,8 +44,10 @@ def counts_of(batch: Batch, plan: PassPlan, report: StepReport, dp_size: int) ->
         "groups_without_reuse": report.num_groups_without_reuse
         - sum(size == 1 for size in padding_sizes.values()),
         "groups_cut": report.num_groups_cut,
+        "groups_replayed": report.num_groups_replayed,
         "rows": report.num_rows - len(padding_rows),
         "passes": report.num_passes,
+        "moved_bytes": report.moved_bytes,
     }
     return {PREFIX + name: Metric(AggregationType.SUM, values[name] * dp_size) for name in COUNTS}
 

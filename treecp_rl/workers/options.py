@@ -25,8 +25,16 @@ class TreeCPOptions:
     """Positions whose logits exist at one time."""
     domain_size: int = 1
     """Ranks that share each pass (context parallelism); divides the number of training processes."""
-    mode: str = "auto"
-    """How a pass is cut over a domain: "auto", or one kind of plan forced on every tree."""
+    mode: Mode = "auto"
+    """Form and kind of plan: "auto", or one forced on every tree (``planner.batch.Mode``)."""
+    streaming: bool = True
+    """Whether one tree's moves travel under another's tiles."""
+    resend: bool = False
+    """Whether backward has moved K/V and queries sent again instead of keeping them."""
+    save_attention_bytes: int = 0
+    """Attention outputs kept through activation checkpointing, most bytes a rank and pass."""
+    offload_leaves: bool = False
+    """Whether a split tree's prompt K/V wait in host memory between its passes."""
 
     def __post_init__(self) -> None:
         if self.share not in SHARES:
@@ -36,8 +44,16 @@ class TreeCPOptions:
         for name in ("tokens_per_rank", "head_chunk_tokens", "domain_size"):
             value = getattr(self, name)
             allowed = value is None and name == "tokens_per_rank"
-            if not allowed and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not allowed and not _is_whole_number(value, at_least=1):
                 raise ConfigError(f"{OPTIONS_KEY}.{name}={value!r} must be a positive whole number")
+        if not _is_whole_number(self.save_attention_bytes, at_least=0):
+            raise ConfigError(
+                f"{OPTIONS_KEY}.save_attention_bytes={self.save_attention_bytes!r} must be a whole number of bytes, "
+                "0 to save nothing"
+            )
+        for name in ("streaming", "resend", "offload_leaves"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{OPTIONS_KEY}.{name}={getattr(self, name)!r} must be true or false")
 
     def require_domain_divides(self, world_size: int) -> None:
         """Refuse a domain that does not divide the training processes.
@@ -67,6 +83,10 @@ class TreeCPOptions:
         for key in options or ():
             refuse_unknown_option(str(key))
         return cls(**dict(options or {}))
+
+
+def _is_whole_number(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def refuse_unknown_option(key: str) -> None:
