@@ -264,7 +264,8 @@ class _Stages:
                     index = len(tiles)
                     tiles.append(Tile(worker, start, stop, begin, end, False, part, parts))
                 else:
-                    tiles[index] = tiles[index]._replace(key_stop=end)
+                    grown_from = tiles[index].key_start
+                    tiles[index] = Tile(worker, start, stop, grown_from, end, False, part, parts)
                 if goes_on:
                     growing[start, stop] = index
             if key.stage > 0 and (key.asks or readers):

@@ -21,6 +21,8 @@ WORK_LIMIT = 1.01
 """Most work of a rank, over the mean, that ``place_whole`` is content with."""
 TOKEN_LIMIT = 1.15
 """Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
+STEADY_SHARE = 1 / 64
+"""Part of a rank's share that short nodes may pile up on one rank of a zigzag before the next has its turn."""
 CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0, float("inf"))
 """``place_whole`` cuts nodes zigzag whose work exceeds this part of a rank's share, until both limits hold. None
 at all comes last: equal chunks of a short node may differ by more work than the limit allows."""
@@ -99,10 +101,19 @@ class _Load:
         self.work = dict.fromkeys(ranks, 0)
         self.tokens = dict.fromkeys(ranks, 0)
         self.segments: list[Segment] = []
+        self._steady = -1
 
     def lightest(self, among: Iterable[int] | None = None) -> int:
         """The rank with the least work, the lowest of several."""
         return min(self.work if among is None else among, key=lambda rank: (self.work[rank], rank))
+
+    def steady(self, among: Sequence[int], slack: float) -> int:
+        """The lightest rank, or the one this named before while it carries at most ``slack`` more: short nodes
+        that follow one another then lie on one rank, and are read and moved as one."""
+        light = self.lightest(among)
+        if self._steady not in among or self.work[self._steady] > self.work[light] + slack:
+            self._steady = light
+        return self._steady
 
     def place(self, index: int, segments: Sequence[Segment], *, is_free: bool = False) -> None:
         """Give segments of node ``index`` to their ranks; free ones were computed in an earlier pass."""
@@ -155,10 +166,11 @@ def _with_root(tree: Tree, ranks: Sequence[int], is_resident: bool) -> _Load:
 
 
 def place_zigzag(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
-    """Every node zigzag over all ranks; nodes too short for it go whole to the rank with the least work."""
+    """Every node zigzag over all ranks; nodes too short for it go whole to a rank with about the least work."""
     load = _with_root(tree, ranks, root_is_resident)
+    slack = _subtree_work(tree, frozenset())[0] / len(ranks) * STEADY_SHARE
     for index, node in enumerate(tree.nodes[1:], 1):
-        load.place(index, zigzag(node.start, node.stop, ranks, load.lightest()))
+        load.place(index, zigzag(node.start, node.stop, ranks, load.steady(ranks, slack)))
     return load.segments
 
 
@@ -176,7 +188,7 @@ def place_lanes(
         heapq.heappush(lane_load, (busy + works[top], lane))
         for index in range(top, tree.ends[top]):
             node = tree.nodes[index]
-            light = load.lightest(lane_ranks[lane])
+            light = load.steady(lane_ranks[lane], works[0] / len(ranks) * STEADY_SHARE)
             load.place(index, zigzag(node.start, node.stop, lane_ranks[lane], light))
     return load.segments
 
