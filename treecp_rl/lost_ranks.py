@@ -57,10 +57,11 @@ def _call_roll() -> str:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"treecp/stopped/{dist.get_rank()}", "1")
         while True:
-            ended = [rank for rank in others if _has_ended(store, rank)]
+            # Who has reported may have ended since, for the same reason.
+            silent = [rank for rank in others if not store.check([f"treecp/stopped/{rank}"])]
+            ended = [rank for rank in silent if _has_ended(store, rank)]
             if ended:
                 return f"the process of rank {', '.join(map(str, ended))} has ended"
-            silent = [rank for rank in others if not store.check([f"treecp/stopped/{rank}"])]
             if not silent:
                 return "every rank is alive, but their collectives did not meet"
             if time.monotonic() > deadline:
