@@ -138,14 +138,14 @@ Kind = Literal["local", "gather", "heads", "ring", "tree_move_kv", "move_q", "dc
 class Decision:
     """What the planner chooses for one tree of a pass: which ranks, and what travels between them.
 
-    ``local``: whole on one rank. ``gather``: prompt zigzag over the ranks, and responses that alone exceed a rank's
-    share; whole responses placed by work, the remainder cut between tokens, K/V moved once. ``heads``: placed as ``tree_move_kv``, but inside a lane
-    each rank computes an equal part of the heads for all of the lane's tokens (Ulysses), so that queries and K/V
-    of that part travel once and states come back. ``ring``: every node zigzag over the ranks, K/V stage by
-    stage. ``tree_move_kv``: prompt zigzag over all ranks, responses zigzag inside ``lanes`` (AugTree, section
-    3.2). ``move_q``: responses placed as in ``gather``, but queries travel to the prompt's K/V and states come
-    back (section 3.3). ``dcp_fused``: nodes cut into equal blocks which are dealt out by work, K/V moved once
-    (DCP's plan space as published, a baseline).
+    ``local``: whole on one rank. ``gather``: prompt zigzag over the ranks, and responses that alone exceed a
+    rank's share; whole responses placed by work, the remainder cut between tokens, K/V moved once. ``heads``:
+    placed as ``tree_move_kv``, but inside a lane each rank computes an equal part of the heads for all of the
+    lane's tokens (Ulysses), so that queries and K/V of that part travel once and states come back. ``ring``:
+    every node zigzag over the ranks, K/V stage by stage. ``tree_move_kv``: prompt zigzag over all ranks,
+    responses zigzag inside ``lanes`` (AugTree, section 3.2). ``move_q``: responses placed as in ``gather``, but
+    queries travel to the prompt's K/V and states come back (section 3.3). ``dcp_fused``: nodes cut into equal
+    blocks which are dealt out by work, K/V moved once (DCP's plan space as published, a baseline).
     """
 
     kind: Kind
