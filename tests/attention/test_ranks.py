@@ -20,6 +20,7 @@ from treecp_rl.attention.executor import tile_attention
 from treecp_rl.attention.program import compile_program
 from treecp_rl.plan import Decision
 from treecp_rl.planner.check import check
+from treecp_rl.planner.cost import ModelShape, bytes_sent
 from treecp_rl.planner.lower import lower
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
@@ -102,6 +103,10 @@ def worst_error(nodes, decisions, dtype, options, rank, world_size):
     again = tile_attention(*[x.detach() for x in ours], program, 0.3)
     assert torch.equal(out, again), "the same plan twice must be bit-identical"
     out.backward(whole[3][:, :, own].to(dtype))
+    shape = ModelShape(1, HEADS, KEY_HEADS, HEAD_DIM, dtype.itemsize, max(4, dtype.itemsize))
+    sent = bytes_sent(schedule, shape)
+    assert program.forward_traffic.sent_bytes == 2 * sent.forward[rank], "forward ran twice"
+    assert program.backward_traffic.sent_bytes == sent.backward[rank]
     pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(ours, reference, strict=True))]
     return max(error_of(a.detach(), b.detach()[:, :, own]) for a, b in pairs)
 

@@ -171,6 +171,7 @@ REFUSED = {
     "actor_rollout_ref.actor.treecp.streaming=sometimes": "streaming='sometimes' must be true or false",
     "actor_rollout_ref.actor.treecp.resend=1": "resend=1 must be true or false",
     "actor_rollout_ref.actor.treecp.offload_leaves=2": "offload_leaves=2 must be true or false",
+    "actor_rollout_ref.actor.treecp.attention_bytes_per_rank=0": "attention_bytes_per_rank=0 must be a positive",
     "actor_rollout_ref.actor.treecp.save_attention_bytes=-1": "save_attention_bytes=-1 must be a whole number",
     "actor_rollout_ref.actor.treecp.domain_size=5": "domain_size=5 does not divide",
     "+actor_rollout_ref.actor.treecp.shares=1": "valid keys",

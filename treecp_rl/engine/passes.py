@@ -17,16 +17,18 @@ from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores, sum_over_ranks
 from treecp_rl.engine.head import scoring_head
 from treecp_rl.engine.shares import (
-    AttentionShape,
     Domain,
     PassOptions,
     RankShare,
     RoundShare,
+    Setting,
     fused_share,
     independent_round,
     prefill_share,
     replay_share,
+    shape_of,
 )
+from treecp_rl.errors import PlanError
 from treecp_rl.lost_ranks import naming_lost_ranks
 from treecp_rl.planner.batch import Mode, is_fused, is_split, pack_into_passes
 from treecp_rl.tree import PackedTrees, ReplayTree, Row, Share, dummy_pack, fold, pack, split_tree
@@ -182,11 +184,13 @@ def run_passes(
         The counts of the step and, without a loss, the detached scores.
 
     Raises:
-        PlanError: the ranks of a domain hold different plans.
+        PlanError: the ranks of a domain hold different plans, or a plan needs more memory than it may.
         RankLost: a rank ended in mid-step; names it.
     """
     with naming_lost_ranks():
-        slots = _fill_slots(model, plan, options, group, domain)
+        recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
+        setting = Setting(options, shape_of(model), recomputes, domain)
+        slots = _fill_slots(plan, setting, group)
         if domain is not None:
             _require_equal_plans(slots, domain)
         runner = _Runner(model, loss_fn, options, torch.device(device), domain, forward_context)
@@ -219,37 +223,52 @@ class _Slot:
         return rounds if self.prefill is None else (self.prefill, *rounds)
 
 
-def _fill_slots(
-    model: torch.nn.Module,
-    plan: PassPlan,
-    options: PassOptions,
-    group: dist.ProcessGroup | None,
-    domain: Domain | None,
-) -> tuple[_Slot, ...]:
+def _fill_slots(plan: PassPlan, setting: Setting, group: dist.ProcessGroup | None) -> tuple[_Slot, ...]:
     """This rank's passes in the slots that all ranks agree on, dummies where it has none.
 
     Slot i has as many rounds as any rank's i-th pass; passes are sorted by rounds, so each fits its slot.
+
+    Raises:
+        PlanError: on every rank, if a pass of any rank cannot run.
     """
-    shape = AttentionShape.of(model)
-    recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
+    slots, failure = [], None
+    try:
+        slots = [_slot_of(one, setting) for one in plan.passes]
+    except Exception as error:
+        failure = error
+    # Nobody is left waiting in a collective by a rank that cannot come.
+    some_failed, *rounds = max_over_ranks(
+        [int(failure is not None), *(len(one.rounds) for one in plan.passes)], group
+    )
+    if failure is not None:
+        raise failure
+    if some_failed:
+        raise PlanError("another rank refused a pass of its plan; its message says why")
+    dummies = [_Slot(None, (_dummy_round(setting),)) for _ in range(len(rounds) - len(slots))]
+    return tuple(
+        _widened(slot, count, setting) for slot, count in zip([*slots, *dummies], rounds, strict=True)
+    )
 
-    def fused(packed: PackedTrees) -> RankShare:
-        return fused_share(packed, options, shape, domain, recomputes=recomputes)
 
-    slots = []
-    for index, num_rounds in enumerate(max_over_ranks([len(one.rounds) for one in plan.passes], group)):
-        mine = plan.passes[index] if index < len(plan.passes) else None
-        if mine is not None and mine.rounds:
-            prefill, decision = prefill_share(pack(mine.trees), options, shape, domain)
-            rounds = [
-                replay_share(pack((piece,)), prefill, decision, options, domain) for piece in mine.rounds
-            ]
-        else:
-            prefill = fused(dummy_pack()) if num_rounds else None
-            rounds = [independent_round(fused(dummy_pack() if mine is None else pack(mine.trees)))]
-        rounds += [independent_round(fused(dummy_pack())) for _ in range(num_rounds - len(rounds))]
-        slots.append(_Slot(prefill, tuple(rounds)))
-    return tuple(slots)
+def _slot_of(one: Pass, setting: Setting) -> _Slot:
+    if not one.rounds:
+        return _Slot(None, (independent_round(fused_share(pack(one.trees), setting)),))
+    prefill, decision = prefill_share(pack(one.trees), setting)
+    rounds = (replay_share(pack((piece,)), prefill, decision, setting) for piece in one.rounds)
+    return _Slot(prefill, tuple(rounds))
+
+
+def _widened(slot: _Slot, num_rounds: int, setting: Setting) -> _Slot:
+    """The same work in a slot of ``num_rounds``: dummies fill up what it lacks."""
+    if not num_rounds:
+        return slot
+    prefill = slot.prefill or _dummy_round(setting).share
+    missing = num_rounds - len(slot.rounds)
+    return _Slot(prefill, (*slot.rounds, *(_dummy_round(setting) for _ in range(missing))))
+
+
+def _dummy_round(setting: Setting) -> RoundShare:
+    return independent_round(fused_share(dummy_pack(), setting))
 
 
 def _require_equal_plans(slots: Sequence[_Slot], domain: Domain) -> None:

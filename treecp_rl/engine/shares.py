@@ -13,6 +13,7 @@ from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision, Node, Schedule, Span
 from treecp_rl.planner.batch import Mode, decide
 from treecp_rl.planner.check import check
+from treecp_rl.planner.cost import MemoryBudget, ModelShape
 from treecp_rl.planner.lower import lower, lower_local
 from treecp_rl.planner.recompute import choose_saved
 from treecp_rl.tree import PackedTrees
@@ -35,6 +36,8 @@ class PassOptions:
     """Attention outputs kept through activation checkpointing, most bytes a rank and pass."""
     offload_leaves: bool = False
     """Whether a prompt's K/V wait in host memory between the passes of a split tree."""
+    attention_bytes_per_rank: int | None = None
+    """What attention may hold on a rank in a pass; a plan that needs more is refused. None: not looked at."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +49,43 @@ class Domain:
     group: dist.ProcessGroup
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+def shape_of(model: torch.nn.Module) -> ModelShape:
     """What plans need to know of a model's attention."""
+    config, itemsize = model.config, next(model.parameters()).dtype.itemsize
+    heads = config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        itemsize=itemsize,
+        accumulate_itemsize=max(4, itemsize),
+    )
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    itemsize: int
-    """Bytes of one activation."""
 
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> "AttentionShape":
-        config = model.config
-        heads = config.num_attention_heads
-        return cls(
-            num_layers=config.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            itemsize=next(model.parameters()).dtype.itemsize,
-        )
+@dataclass(frozen=True)
+class Setting:
+    """Where passes run: the same for all passes of a step."""
+
+    options: PassOptions
+    shape: ModelShape
+    recomputes: bool
+    """Whether layers are checkpointed: their forward runs again in backward."""
+    domain: Domain | None
 
     @property
-    def output_bytes(self) -> int:
-        """Of one token's attention outputs and their log-sum-exps (fp32 or wider), all layers."""
-        return self.num_layers * self.num_heads * (self.head_dim * self.itemsize + max(4, self.itemsize))
+    def domain_size(self) -> int:
+        return 1 if self.domain is None else self.domain.size
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """What attention may hold on a rank."""
+        limit = self.options.attention_bytes_per_rank
+        num_kept_layers = 1 if self.recomputes else None
+        return None if limit is None else MemoryBudget(limit, self.shape, num_kept_layers)
+
+    def decide(self, tokens: Sequence[int]) -> tuple[Decision, ...]:
+        return decide(tokens, self.domain_size, self.options.mode, self.shape.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -103,47 +116,33 @@ class RoundShare:
     """[m] their numbers in the prefill pass."""
 
 
-def fused_share(
-    packed: PackedTrees,
-    options: PassOptions,
-    shape: AttentionShape,
-    domain: Domain | None,
-    *,
-    recomputes: bool,
-) -> RankShare:
-    """A rank's part of a fused pass. ``recomputes``: layers are checkpointed, so that saved outputs are of use."""
+def fused_share(packed: PackedTrees, setting: Setting) -> RankShare:
+    """A rank's part of a fused pass; one that serves no row is a dummy."""
     roots = [node for node in packed.nodes if node.parent < 0]
-    tokens = [node.subtree_stop - node.start for node in roots]
-    decisions = decide(tokens, _size_of(domain), options.mode, shape.num_kv_heads)
-    saved_bytes = options.save_attention_bytes if recomputes else 0
-    is_dummy = not packed.row_indices
-    return _share(packed, decisions, options, domain, saved_bytes, shape.output_bytes, is_dummy=is_dummy)
+    decisions = setting.decide([node.subtree_stop - node.start for node in roots])
+    saved_bytes = setting.options.save_attention_bytes if setting.recomputes else 0
+    return _share(packed, decisions, setting, saved_bytes=saved_bytes, is_dummy=not packed.row_indices)
 
 
-def prefill_share(
-    whole: PackedTrees, options: PassOptions, shape: AttentionShape, domain: Domain | None
-) -> tuple[RankShare, Decision]:
+def prefill_share(whole: PackedTrees, setting: Setting) -> tuple[RankShare, Decision]:
     """A rank's part of a tree's prompt, whose K/V become leaves, and the decision that its rounds follow.
 
     Args:
         whole: the one tree; its prompt's last token scores the first token of each response.
     """
     prompt = prompt_of(whole)
-    (decision,) = decide([prompt.num_tokens], _size_of(domain), options.mode, shape.num_kv_heads)
-    share = _share(prompt, [decision], options, domain)
-    num_root = sum(
-        stop - start for start, stop in _own_spans(share.schedule, domain) if stop <= prompt.num_tokens
-    )
-    share.program.leaves = Leaves(offload=options.offload_leaves)
+    (decision,) = setting.decide([prompt.num_tokens])
+    share = _share(prompt, [decision], setting)
+    own = _own_spans(share.schedule, setting.domain)
+    num_root = sum(stop - start for start, stop in own if stop <= prompt.num_tokens)
+    share.program.leaves = Leaves(offload=setting.options.offload_leaves)
     share.program.captured = slice(0, num_root)
     return share, decision
 
 
-def replay_share(
-    piece: PackedTrees, prompt: RankShare, decision: Decision, options: PassOptions, domain: Domain | None
-) -> RoundShare:
+def replay_share(piece: PackedTrees, prompt: RankShare, decision: Decision, setting: Setting) -> RoundShare:
     """A rank's part of a round: a tree over some of the prompt's responses, run against the prompt's leaves."""
-    share = _share(piece, [decision], options, domain, resident_trees=(0,))
+    share = _share(piece, [decision], setting, resident_trees=(0,))
     share.program.leaves = prompt.program.leaves
     root_stop = piece.nodes[0].stop
     _require_same_placement(prompt.schedule, share.schedule, root_stop)
@@ -170,26 +169,27 @@ def prompt_of(whole: PackedTrees) -> PackedTrees:
 def _share(
     packed: PackedTrees,
     decisions: Sequence[Decision],
-    options: PassOptions,
-    domain: Domain | None,
-    saved_bytes: int = 0,
-    output_bytes: int = 0,
+    setting: Setting,
+    *,
     resident_trees: tuple[int, ...] = (),
+    saved_bytes: int = 0,
     is_dummy: bool = False,
 ) -> RankShare:
     """Lower a pass for the domain, and cut out this rank's part."""
-    is_alone = _size_of(domain) == 1
+    domain, rank, group = setting.domain, 0, None
     idle: list[int] = []
-    if domain is None or is_alone:
+    if domain is None or domain.size == 1:
         schedule = lower_local(packed.nodes, roots_are_resident=bool(resident_trees))
+        if setting.budget is not None:
+            setting.budget.require(schedule)
     else:
-        packed, schedule, idle = _lower(packed, decisions, options, domain.size, resident_trees)
-        check(schedule, packed.nodes)
+        rank, group = domain.rank, domain.group
+        packed, schedule, idle = _lower(packed, decisions, setting, resident_trees)
+        check(schedule, packed.nodes, setting.budget)
     own = [torch.arange(start, stop) for start, stop in _own_spans(schedule, domain)]
     local, pairs = packed.cut(torch.cat(own))
-    saved = choose_saved(schedule, packed.nodes, output_bytes, saved_bytes) if saved_bytes else ()
-    rank, group = (0, None) if domain is None or is_alone else (domain.rank, domain.group)
-    program = compile_program(schedule, rank, options.kernel, group, saved)
+    saved = choose_saved(schedule, packed.nodes, setting.shape, saved_bytes) if saved_bytes else ()
+    program = compile_program(schedule, rank, setting.options.kernel, group, saved)
     num_pad_tokens = local.num_tokens if is_dummy else int(rank in idle)
     return RankShare(packed, local, pairs, program, schedule, num_pad_tokens)
 
@@ -197,11 +197,11 @@ def _share(
 def _lower(
     packed: PackedTrees,
     decisions: Sequence[Decision],
-    options: PassOptions,
-    world_size: int,
+    setting: Setting,
     resident_trees: tuple[int, ...],
 ) -> tuple[PackedTrees, Schedule, list[int]]:
     """The pass and its schedule, with one token more for every rank that would have none."""
+    world_size = setting.domain_size
 
     def lowered(decisions: Sequence[Decision]) -> Schedule:
         return lower(
@@ -209,8 +209,8 @@ def _lower(
             decisions,
             world_size,
             resident_trees=resident_trees,
-            resend=options.resend,
-            streaming=options.streaming,
+            resend=setting.options.resend,
+            streaming=setting.options.streaming,
         )
 
     schedule = lowered(decisions)
@@ -220,10 +220,6 @@ def _lower(
         packed = packed.with_idle_tokens(len(idle))
         schedule = lowered((*decisions, *(Decision("local", first_rank=rank) for rank in idle)))
     return packed, schedule, idle
-
-
-def _size_of(domain: Domain | None) -> int:
-    return 1 if domain is None else domain.size
 
 
 def _own_spans(schedule: Schedule, domain: Domain | None) -> list[Span]:

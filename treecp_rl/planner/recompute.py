@@ -9,17 +9,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from treecp_rl.plan import Node, Schedule, Span
+from treecp_rl.planner.cost import ModelShape
 
 
 def choose_saved(
-    schedule: Schedule, nodes: Sequence[Node], bytes_per_token: int, budget_bytes: int
+    schedule: Schedule, nodes: Sequence[Node], shape: ModelShape, budget_bytes: int
 ) -> tuple[Span, ...]:
     """Packed spans of the trees to save, ascending.
 
     Args:
-        bytes_per_token: of one token's attention outputs, all layers.
+        shape: of the model, for the bytes of an attention output and its log-sum-exp.
         budget_bytes: most bytes that any rank may save in the pass.
     """
+    bytes_per_token = shape.num_layers * (shape.query_bytes(1, shape.itemsize) + shape.scalar_bytes(1))
     trees = [(node.start, node.subtree_stop) for node in nodes if node.parent < 0]
     pairs = _pairs_of(trees, schedule)
     used = [0] * schedule.world_size

@@ -197,6 +197,7 @@ def _pass_options(options: TreeCPOptions, head: HeadOptions) -> PassOptions:
         resend=options.resend,
         save_attention_bytes=options.save_attention_bytes,
         offload_leaves=options.offload_leaves,
+        attention_bytes_per_rank=options.attention_bytes_per_rank,
     )
 
 

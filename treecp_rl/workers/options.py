@@ -35,15 +35,17 @@ class TreeCPOptions:
     """Attention outputs kept through activation checkpointing, most bytes a rank and pass."""
     offload_leaves: bool = False
     """Whether a split tree's prompt K/V wait in host memory between its passes."""
+    attention_bytes_per_rank: int | None = None
+    """What attention may hold on a rank in a pass; a plan that needs more is refused. None: not looked at."""
 
     def __post_init__(self) -> None:
         if self.share not in SHARES:
             raise ConfigError(f"{OPTIONS_KEY}.share={self.share!r} is not one of {', '.join(SHARES)}")
         if self.mode not in MODES:
             raise ConfigError(f"{OPTIONS_KEY}.mode={self.mode!r} is not one of {', '.join(MODES)}")
-        for name in ("tokens_per_rank", "head_chunk_tokens", "domain_size"):
+        for name in ("tokens_per_rank", "head_chunk_tokens", "domain_size", "attention_bytes_per_rank"):
             value = getattr(self, name)
-            allowed = value is None and name == "tokens_per_rank"
+            allowed = value is None and name in ("tokens_per_rank", "attention_bytes_per_rank")
             if not allowed and not _is_whole_number(value, at_least=1):
                 raise ConfigError(f"{OPTIONS_KEY}.{name}={value!r} must be a positive whole number")
         if not _is_whole_number(self.save_attention_bytes, at_least=0):
