@@ -91,7 +91,7 @@ def fresh_model(sharded, reshard=True):
     return model
 
 
-def step(model, rows, domain=None, tokens_per_pass=400, **options):
+def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", **options):
     @contextmanager
     def sync(is_last):
         if domain is not None:
@@ -100,7 +100,7 @@ def step(model, rows, domain=None, tokens_per_pass=400, **options):
 
     model.zero_grad(set_to_none=True)
     chosen = PassOptions(HEAD, **options)
-    plan = plan_passes(rows, share="prefix", tokens_per_pass=tokens_per_pass, mode=chosen.mode)
+    plan = plan_passes(rows, share=share, tokens_per_pass=tokens_per_pass, mode=chosen.mode)
     old = run_passes(model, plan, None, chosen, domain=domain)
     report = run_passes(model, plan, loss_of, chosen, domain=domain, sync_context=sync)
     return old, report, gradients_of(model)
