@@ -1,12 +1,14 @@
 """Proves that a tree split into a prefill and rounds of replay has the gradients of the fused pass, on one rank."""
 
+import re
+
 import pytest
 import torch
 
 from tests.engine.test_domain import HEAD, fresh_model, loss_of, rows_of
 from treecp_rl.attention import kernels
 from treecp_rl.engine.passes import PassOptions, plan_passes, run_passes
-from treecp_rl.errors import RowTooLong
+from treecp_rl.errors import PlanError, RowTooLong
 from treecp_rl.tree import Row
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
 
@@ -128,3 +130,16 @@ def test_saved_outputs_spare_the_recomputation_of_the_costliest_trees_within_the
 def test_nothing_is_saved_where_nothing_is_recomputed():
     rows = rows_of("ragged")
     require_equal(step(rows, save_attention_bytes=10**9), step(rows))
+
+
+def test_a_plan_over_its_memory_is_refused_with_the_number_that_would_do():
+    with pytest.raises(
+        PlanError, match=r"rank 0 needs 0\.00 GiB \((\d+) bytes\).* raise the budget to \d+ bytes"
+    ):
+        step(rows_of("ragged"), attention_bytes_per_rank=1000)
+    with pytest.raises(PlanError) as refusal:
+        step(rows_of("ragged"), attention_bytes_per_rank=1000)
+    enough = int(re.search(r"raise the budget to (\d+) bytes", str(refusal.value)).group(1))
+    step(rows_of("ragged"), attention_bytes_per_rank=enough)
+    # Checkpointing holds one layer's tensors at a time.
+    step(rows_of("ragged"), attention_bytes_per_rank=enough - 1, checkpointing=True)

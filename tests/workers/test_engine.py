@@ -14,7 +14,7 @@ from tests.workers import engine_cases
 from tests.workers.engine_cases import Case, Group, worst_relative
 from tests.workers.rank_pool import RankPool
 from tests.workers.tiny_model import save_tiny_model
-from treecp_rl.errors import BatchError, ConfigError, RowTooLong, TreeCPError, UnsupportedModel
+from treecp_rl.errors import BatchError, ConfigError, PlanError, RowTooLong, TreeCPError, UnsupportedModel
 from treecp_rl.workers.options import TreeCPOptions
 
 BOUND = 5e-6
@@ -289,6 +289,16 @@ def test_moved_bytes_are_counted(pools, model_path):
     options = {"treecp": TreeCPOptions(domain_size=2, mode="local")}
     found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)
     assert found[0].metrics["treecp/moved_bytes"].aggregate() == 0
+
+
+def test_a_plan_over_the_memory_of_a_rank_stops_every_rank(pools, model_path):
+    """Rank 0 has the longer rows; rank 1's would fit, but must not wait in a collective."""
+    ranks = ((Group("long", 60, (40, 40)),), (Group("short", 5, (3,)),))
+    options = {"treecp": TreeCPOptions(attention_bytes_per_rank=60_000)}
+    case = Case(ranks=ranks, micro_rows=-1)
+    long, short = pools[2].run(engine_cases.update, "treecp", model_path, case, options)
+    assert isinstance(long, PlanError) and "raise the budget to" in str(long)
+    assert isinstance(short, PlanError) and "another rank refused a pass of its plan" in str(short)
 
 
 def test_a_kind_that_the_model_cannot_run_is_refused(pools, tmp_path):
