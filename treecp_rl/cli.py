@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from treecp_rl.errors import ConfigError, TreeCPError, UnsupportedModel
@@ -48,10 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(
         commands.add_parser("doctor", help="check versions, plugin, Ray and a config; name each mend")
     )
-    bench = commands.add_parser("bench", help="measure against verl's own engine and PrefixGrouper")
-    _add_bench_step(
-        bench.add_subparsers(title="benchmarks", metavar="step", required=True).add_parser("step")
+    bench = commands.add_parser(
+        "bench", help="measure against verl's own engine, PrefixGrouper and other plans"
     )
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="step | cp", required=True)
+    _add_bench_step(benchmarks.add_parser("step"))
+    _add_bench_cp(benchmarks.add_parser("cp"))
     return parser
 
 
@@ -119,6 +122,35 @@ def _add_bench_step(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_bench_step)
 
 
+def _add_bench_cp(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Time, bytes moved and peak memory of one training step over several ranks: every kind of plan, ours and the "
+        "published ones, interleaved on the same rows."
+    )
+    parser.add_argument(
+        "--world-sizes", default="2,4", metavar="N,...", help="gloo processes (FSDP2, one domain)"
+    )
+    parser.add_argument(
+        "--budgets", metavar="N,...", help="tokens of a group's rows (default: 8192 to 32768 in five steps)"
+    )
+    parser.add_argument("--scale", type=float, default=0.125, help="factor on budgets, to fit the machine")
+    parser.add_argument("--shapes", metavar="NAME,...", help="length statistics (default: all four)")
+    parser.add_argument("--kinds", metavar="KIND,...", help="kinds of plan (default: all)")
+    parser.add_argument(
+        "--repeats", type=_positive, default=3, help="interleaved rounds; medians are reported"
+    )
+    parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="for the ranks of one world size"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a chrome trace of one step of the first kind, rank 0"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON only")
+    parser.set_defaults(command=_bench_cp)
+
+
 def _positive(text: str) -> int:
     """A whole number of 1 or more; argparse turns the refusal into a usage line that names the flag."""
     number = int(text)
@@ -181,6 +213,33 @@ def _bench_step(options: argparse.Namespace) -> int:
         ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    _print(report.as_json(), render(report), options.json)
+    return 0
+
+
+def _bench_cp(options: argparse.Namespace) -> int:
+    from treecp_rl.bench.cp import BenchOptions, measure, parse_kinds, parse_numbers, render
+
+    asked: dict[str, Any] = {"world_sizes": parse_numbers("--world-sizes", options.world_sizes)}
+    if options.budgets is not None:
+        asked["budgets"] = parse_numbers("--budgets", options.budgets)
+    if options.shapes is not None:
+        asked["shapes"] = tuple(options.shapes.split(","))
+    if options.kinds is not None:
+        asked["kinds"] = parse_kinds(options.kinds)
+    report = measure(
+        BenchOptions(
+            **asked,
+            scale=options.scale,
+            repeats=options.repeats,
+            threads=options.threads,
+            timeout_seconds=options.timeout,
+            trace_file=options.trace,
+        ),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.output is not None:
+        Path(options.output).write_text(json.dumps(report.as_json(), indent=2) + "\n")
     _print(report.as_json(), render(report), options.json)
     return 0
 
