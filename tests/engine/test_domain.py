@@ -151,4 +151,4 @@ def test_a_pass_over_ranks_equals_one_rank(world_size):
                 assert torch.allclose(log_probs[row], dense, rtol=0, atol=1e-12), (case, variant, row)
             worst = max_relative_gradient_error(gradients, expected[case][1])
             assert worst.error <= BOUND, (case, variant, worst)
-    assert sum(found["one valid token", "auto", False][2] for found in ranks) <= world_size - 1
+    assert all(found["one valid token", "auto", False][2] <= world_size - 1 for found in ranks)

@@ -68,29 +68,50 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_steps_of_grpo(tmp_path):
-    write_assets(tmp_path)
-    metrics_file = tmp_path / "metrics.jsonl"
+def train(folder: Path, metrics_file: Path, *more: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment |= {"VERL_FILE_LOGGER_PATH": str(metrics_file), "OMP_NUM_THREADS": "1", "TQ_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "treecp_rl.train",
-            "trainer.backend=treecp",
-            *overrides(tmp_path),
-        ],
+    environment |= {
+        "VERL_FILE_LOGGER_PATH": str(metrics_file),
+        "OMP_NUM_THREADS": "1",
+        "TQ_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "treecp_rl.train", "trainer.backend=treecp"]
+    return subprocess.run(
+        [*command, *overrides(folder), *more],
         env=environment,
         capture_output=True,
         text=True,
         timeout=580,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_rank_dies_says_so_and_resumes(tmp_path):
+    """Both ranks share every pass, and rank 1 ends in the update of step 2."""
+    write_assets(tmp_path)
+    both = ("actor_rollout_ref.actor.treecp.domain_size=2", "trainer.save_freq=1", "trainer.test_freq=-1")
+    dying = "actor_rollout_ref.actor.worker_cls=tests.workers.dying_worker.DyingActorRolloutRefWorker"
+    died = train(tmp_path, tmp_path / "first.jsonl", *both, dying)
+    assert died.returncode != 0
+    assert "RankLost: the process of training rank 1 of 2 has ended in mid-step" in died.stderr
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
+
+    resumed = train(tmp_path, tmp_path / "second.jsonl", *both)
+    assert resumed.returncode == 0, resumed.stdout[-4000:] + resumed.stderr[-4000:]
+    (step,) = [json.loads(line)["data"] for line in (tmp_path / "second.jsonl").read_text().splitlines()]
+    assert step["training/global_step"] == 2
+    assert step["treecp/groups"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_steps_of_grpo(tmp_path):
+    write_assets(tmp_path)
+    metrics_file = tmp_path / "metrics.jsonl"
+    done = train(tmp_path, metrics_file)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     steps = [json.loads(line)["data"] for line in metrics_file.read_text().splitlines()]
     assert [step["training/global_step"] for step in steps] == [1, 2]

@@ -20,6 +20,7 @@ from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, RowScores, plan_passes, run_passes
 from treecp_rl.errors import BatchError, ConfigError
+from treecp_rl.lost_ranks import naming_lost_ranks
 from treecp_rl.planner.batch import decide
 from treecp_rl.workers import convert
 from treecp_rl.workers.launch import engine_refusals
@@ -107,7 +108,16 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
 
         Returns:
             As verl's engines: ``model_output`` (jagged, in the caller's row order), ``loss``, ``metrics``.
+
+        Raises:
+            RankLost: another rank ended in mid-step.
         """
+        with naming_lost_ranks():
+            return self._step(data, loss_function, forward_only)
+
+    def _step(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> dict[str, Any]:
         step = self._agree_on_step(data)
         batch, dp_size = step.batch, self.get_data_parallel_size()
         convert.announce_totals(data, num_loss_tokens=step.num_loss_tokens, dp_size=dp_size)

@@ -8,12 +8,13 @@ worker is placed, the counts of a step under ``treecp/``, and a batch that came 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.utils import Role
@@ -23,7 +24,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from treecp_rl.errors import BatchError, ConfigError, TreeCPError
+from treecp_rl.errors import BatchError, ConfigError, RankLost, TreeCPError
 from treecp_rl.workers.deal import Group, deal_groups
 from treecp_rl.workers.launch import (
     CPUS_PER_SLOT,
@@ -83,6 +84,8 @@ class TreeCPTrainer(PPOTrainerSync):
             self.on_sample_end()
         except EmptyBatch:
             pass
+        except ActorDiedError as error:
+            raise RankLost(lost_rank_message(error, self.actor_rollout_wg.workers)) from error
         metrics[f"{PREFIX}skipped_steps"] = 1
         return KVBatchMeta(partition_id="train", keys=[], tags=[])
 
@@ -154,6 +157,19 @@ class TreeCPTrainer(PPOTrainerSync):
             return 1
         rows = self.config.critic.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         return math.lcm(rows, num_ranks) // num_ranks
+
+
+def lost_rank_message(error: ActorDiedError, workers: Sequence[Any]) -> str:
+    """Which training rank an actor's death means, and what comes next."""
+    ids = [worker._actor_id.hex() for worker in workers]
+    if error.actor_id in ids:
+        who = f"the process of training rank {ids.index(error.actor_id)} of {len(ids)} has ended"
+    else:
+        who = f"the actor {error.actor_id} has ended"
+    return (
+        f"{who} in mid-step (Ray's message says more; out of memory is the usual cause). The step is lost; start "
+        "the run again with trainer.resume_mode=auto, and it goes on from its last checkpoint"
+    )
 
 
 def groups_of(batch: KVBatchMeta, max_prompt_length: int) -> list[Group]:
