@@ -11,7 +11,7 @@ import torch
 
 from treecp_rl.bench.cp import BenchOptions, BenchReport, Case
 from treecp_rl.bench.cp_plans import KINDS, OUR_KINDS, PlannedStep
-from treecp_rl.bench.cp_ranks import Measured, StepResult, _require_agreement
+from treecp_rl.bench.cp_ranks import Job, Measured, StepResult, _require_agreement, run_world
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.overlap import overlap_of
 from treecp_rl.bench.shapes import SHAPES, point
@@ -22,6 +22,7 @@ from treecp_rl.engine.passes import PassOptions, plan_passes, run_passes
 from treecp_rl.errors import ConfigError
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
+from treecp_rl.verify.ranks import RankFailure
 
 FIELDS = {
     "world_size": int,
@@ -161,6 +162,12 @@ def test_kinds_that_disagree_are_not_compared():
 def test_requests_that_cannot_be_met_are_refused_before_anything_starts(asked, message, capsys):
     assert main(["bench", "cp", *asked]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_ranks_that_take_too_long_are_ended():
+    job = Job(2, (point("lmsys", 1024),), ("gather",), repeats=1, threads=1)
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] still ran after 0 s.*raise --timeout"):
+        run_world(job, timeout_seconds=0.1)
 
 
 def test_points_are_read_as_asked():
