@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
@@ -94,7 +94,7 @@ def fresh_model(sharded, reshard=True):
 def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", **options):
     @contextmanager
     def sync(is_last):
-        if domain is not None:
+        if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
         yield
 
@@ -119,6 +119,13 @@ def run_rank(rank, world_size, folder):
             for variant, options in VARIANTS.items():
                 old, report, gradients = step(model, rows_of(case), domain, **options)
                 found[case, variant, checkpointing] = (by_row(old), gradients, report.pad_tokens)
+    model = fresh_model(sharded=False)
+    for mode in ("gather", "split_heads"):
+        old, report, gradients = step(model, rows_of("ragged"), domain, mode=mode)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+        averaged = {name: gradient / world_size for name, gradient in gradients.items()}
+        found["ragged", f"{mode}, replicated", False] = (by_row(old), averaged, report.pad_tokens)
     found["digest"] = refusal_of_unequal_plans(fresh_model(sharded=True), domain)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

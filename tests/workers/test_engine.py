@@ -282,6 +282,18 @@ def test_engine_options_through_a_domain(pools, model_path, variant):
     assert norms[1][1] <= 0.01 < norms[1][0]
 
 
+@pytest.mark.parametrize("mode", ["gather", "split_move_q"])
+def test_bf16_with_fp32_reduction_through_a_domain(pools, model_path, mode):
+    """With a loss that does not clip: a ratio that rounds to the other side of a clip changes more than rounding."""
+    bf16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    options = bf16 | {"treecp": TreeCPOptions(domain_size=2, mode=mode)}
+    alone, shared = (replace(case, actor=LOSSES["rloo_reinforce"]) for case in (ALONE, SHARED))
+    (exact,) = results(pools[1], engine_cases.update, "fsdp2", model_path, alone)
+    (flat,) = results(pools[1], engine_cases.update, "fsdp2", model_path, alone, bf16)
+    (tree, _) = results(pools[2], engine_cases.update, "treecp", model_path, shared, options)
+    assert _distance(tree.grads, exact.grads) <= 1.25 * _distance(flat.grads, exact.grads)
+
+
 def test_moved_bytes_are_counted(pools, model_path):
     options = {"treecp": TreeCPOptions(domain_size=2, mode="gather")}
     found = results(pools[2], engine_cases.update, "treecp", model_path, SHARED, options)

@@ -89,7 +89,9 @@ def score_pairs(logits_of, hidden: torch.Tensor, packed: PackedTrees, options: H
     if not scores:
         # Attached to every parameter, the head's too: a sharded model's backward needs a gradient for each,
         # on a rank whose rows are all empty as on its peers.
-        return logits_of(hidden).sum() * hidden.new_zeros(1, len(options.quantities), 0)
+        attached = logits_of(hidden).sum()
+        wide = torch.promote_types(attached.dtype, torch.float32)
+        return attached.to(wide) * hidden.new_zeros(1, len(options.quantities), 0, dtype=wide)
     return torch.cat(scores, dim=2)
 
 
