@@ -7,6 +7,7 @@ import torch
 
 from tests.engine.test_domain import HEAD, fresh_model, loss_of, rows_of
 from treecp_rl.attention import kernels
+from treecp_rl.attention.leaves import Leaves
 from treecp_rl.engine.passes import PassOptions, plan_passes, run_passes
 from treecp_rl.errors import PlanError, RowTooLong
 from treecp_rl.tree import Row
@@ -143,3 +144,24 @@ def test_a_plan_over_its_memory_is_refused_with_the_number_that_would_do():
     step(rows_of("ragged"), attention_bytes_per_rank=enough)
     # Checkpointing holds one layer's tensors at a time.
     step(rows_of("ragged"), attention_bytes_per_rank=enough - 1, checkpointing=True)
+
+
+def test_leaves_are_freed_tree_by_tree(monkeypatch):
+    """Two trees in rounds: when the second's layers put their K/V down, the first's are gone."""
+    alive: list[int] = []
+    every: list[Leaves] = []
+    make, put = Leaves.__init__, Leaves.put
+
+    def made(self, offload=False):
+        make(self, offload)
+        every.append(self)
+
+    def watched(self, layer, key, value):
+        put(self, layer, key, value)
+        alive.append(sum(bool(leaves._kept) for leaves in every))
+
+    monkeypatch.setattr(Leaves, "__init__", made)
+    monkeypatch.setattr(Leaves, "put", watched)
+    step(rows_of("7 and 29"), mode="split")
+    assert len(every) == 4 and set(alive) == {1}
+    assert not any(leaves._kept or leaves._grads for leaves in every)

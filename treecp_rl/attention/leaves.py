@@ -54,6 +54,11 @@ class Leaves:
             self._grads[layer] = (_zeros_like(key), _zeros_like(value))
         return self._grads[layer]
 
+    def clear(self) -> None:
+        """Free everything, once the prompt's backward is done."""
+        self._kept.clear()
+        self._grads.clear()
+
     def take_grads(self, layer: int) -> KeyValue | None:
         """The summed gradients of a layer, which are then forgotten; None if no replay has read it."""
         return self._grads.pop(layer, None)

@@ -206,7 +206,7 @@ def run_passes(
                         for one in slot.rounds:
                             runner.run_round(one, prompt)
                     with sync_context(is_last):
-                        runner.finish_prefill(prompt)
+                        runner.finish_prefill(slot.prefill, prompt)
         return _report(plan, slots, runner.collected, domain)
 
 
@@ -324,11 +324,13 @@ class _Runner:
             loss = self._loss(one.share, scores)
         self._backward(loss)
 
-    def finish_prefill(self, prompt: _Prompt) -> None:
-        """Backward of a prompt, from its scores and, layer by layer, from its K/V."""
+    def finish_prefill(self, share: RankShare, prompt: _Prompt) -> None:
+        """Backward of a prompt, from its scores and, layer by layer, from its K/V, which are then freed."""
         if prompt.scores.requires_grad:
             grad = prompt.leaf.grad
             prompt.scores.backward(torch.zeros_like(prompt.scores) if grad is None else grad)
+        if share.program.leaves is not None:
+            share.program.leaves.clear()
 
     def _scores(self, share: RankShare) -> torch.Tensor:
         """One forward of the model: [Q,N] scores of all pairs of the pass, zero where another pass has them."""
