@@ -1,0 +1,114 @@
+"""Proves the closed forms of the search against what lowered schedules cost, byte by byte and second by second."""
+
+from statistics import median
+
+import pytest
+
+from tests.planner.shapes import trees
+from treecp_rl.planner.check import check
+from treecp_rl.planner.estimates import estimate_profile
+from treecp_rl.planner.forms import RunOptions, candidates, cost_table, pass_fixed_seconds, token_pairs
+from treecp_rl.planner.lower import lower
+from treecp_rl.planner.search import TreeLengths, Workload, tree_features
+from treecp_rl.planner.seconds import Pass, memory_budget, predict
+
+PROFILE = estimate_profile("h100", "Qwen2.5-7B")
+OPTIONS = RunOptions()
+EVEN = [(8192, (1024,) * 8), (1024, (4096,) * 8), (16384, (512,) * 16)]
+UNEVEN = [
+    (8192, (512, 700, 900, 1100, 1300, 2000, 400, 800)),
+    (512, (3000, 200, 1500, 800, 900, 1800, 2500, 600) * 2),
+    (20000, (300, 90, 1000, 20, 700)),
+]
+KINDS = [
+    (form, kind)
+    for form, kinds in {
+        "fused": ("local", "gather", "ring", "tree_move_kv", "move_q", "heads"),
+        "split": ("gather", "tree_move_kv", "move_q", "heads"),
+        "flat": ("ring",),
+    }.items()
+    for kind in kinds
+]
+
+
+def passes_of(candidate, prompt, responses):
+    """The schedules that a candidate of one round is lowered to."""
+    d = candidate.degree
+    if candidate.form == "flat":
+        nodes = trees(*((prompt, [response]) for response in responses))
+        return [Pass(lower(nodes, [candidate.decision] * len(responses), d), tuple(nodes))]
+    whole = trees((prompt, responses))
+    if candidate.form == "fused":
+        return [Pass(lower(whole, [candidate.decision], d), tuple(whole))]
+    root = trees((prompt, ()))
+    return [
+        Pass(lower(root, [candidate.decision], d), tuple(root)),
+        Pass(lower(whole, [candidate.decision], d, resident_trees=(0,)), tuple(whole)),
+    ]
+
+
+def compared(form, kind, cases, degrees):
+    """(candidate, seconds, bytes, peak) ratios of closed form to schedule; fixed costs of passes apart."""
+    found = []
+    for prompt, responses in cases:
+        tree = TreeLengths(prompt, responses)
+        for one in candidates("full", degrees, len(responses), PROFILE.shape.num_kv_heads):
+            if (one.form, one.kind) != (form, kind) or one.rounds > 1:
+                continue
+            table = cost_table(PROFILE, OPTIONS, (one,))
+            features = tree_features(Workload(tree, token_pairs(PROFILE)), table.index)
+            passes = passes_of(one, prompt, responses)
+            exact = predict(passes, PROFILE, OPTIONS)
+            exact_seconds = exact.seconds - len(passes) * pass_fixed_seconds(PROFILE, OPTIONS)
+            moved = table.moved_bytes(features)[0]
+            found.append(
+                (
+                    one,
+                    table.marginal_seconds(features)[0] / exact_seconds,
+                    moved / exact.moved_bytes if exact.moved_bytes else 1.0 + moved,
+                    table.peak_bytes(features)[0] / exact.peak_bytes,
+                )
+            )
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+def test_bytes_of_even_trees_are_exact(form, kind):
+    """Within a node, where all chunks divide and no response is cut.
+
+    In a prefill by heads, lanes that own the middle of the prompt do not read its end; the form lets them.
+    """
+    for one, _, moved, _ in compared(form, kind, EVEN, (1, 2, 4, 8)):
+        assert moved == pytest.approx(1.0, abs=0.02 if (form, kind) == ("split", "heads") else 1e-3), one
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+def test_seconds_and_peaks_follow_the_schedule(form, kind):
+    found = compared(form, kind, EVEN + UNEVEN, (1, 2, 4, 8, 16))
+    for one, seconds, moved, peak in found:
+        assert 0.7 < seconds < 1.4, one
+        assert 0.7 < peak < 1.3, one
+        assert 0.6 < moved < 1.4, one
+    assert median(seconds for _, seconds, _, _ in found) == pytest.approx(1.0, abs=0.1)
+    assert median(peak for _, _, _, peak in found) == pytest.approx(1.0, abs=0.05)
+
+
+def test_log_probs_alone_cost_one_forward():
+    tree = TreeLengths(8192, (1024,) * 8)
+    one = candidates("full", (8,), 8, 4)[1]
+    seconds = {}
+    for options in (RunOptions(), RunOptions(checkpointing=False), RunOptions(needs_gradients=False)):
+        table = cost_table(PROFILE, options, (one,))
+        features = tree_features(Workload(tree, token_pairs(PROFILE)), table.index)
+        seconds[options] = table.seconds(features)[0]
+        passes = passes_of(one, 8192, (1024,) * 8)
+        assert seconds[options] == pytest.approx(predict(passes, PROFILE, options).seconds, rel=0.1)
+    with_forward_again, kept, forward_only = seconds.values()
+    assert with_forward_again > kept > forward_only
+
+
+def test_the_budget_of_a_profile_is_what_check_enforces():
+    nodes = trees((512, [128] * 4))
+    one = candidates("full", (2,), 4, 4)[1]
+    check(lower(nodes, [one.decision], 2), nodes, memory_budget(PROFILE, OPTIONS))

@@ -1,0 +1,275 @@
+"""Works of responses, lanes -> which lane runs which response: AugTree's AssignGrid (Eq. 6), with a bound.
+
+Up to ``EXACT_UNITS`` units a dynamic program over subsets is exact; above, largest first, and branch and bound where
+a caller asks to close what is left. Lanes are alike, so that a lane's work is all that counts; rounds only cut a lane
+where its memory ends, because Eq. 6 adds up all rounds of a lane.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from treecp_rl.planner.forms import Bools, Floats, Ints
+
+EXACT_UNITS = 8
+"""U_max: most units of the dynamic program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Units on lanes."""
+
+    lane_of: tuple[int, ...]
+    """Of each unit."""
+    makespan: float
+    """Work of the busiest lane."""
+    lower_bound: float
+    """No assignment has less, memory left aside."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no assignment is better."""
+        return self.makespan <= self.lower_bound * (1 + 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Units on lanes and rounds, X in the paper."""
+
+    lanes: Lanes
+    round_of: tuple[int, ...]
+
+
+def lower_bound(works: Sequence[float], lanes: int) -> float:
+    """max(mean, largest unit, the s-th and (s+1)-th largest together): two of s + 1 units share a lane."""
+    ordered = sorted(works, reverse=True)
+    pair = ordered[lanes - 1] + ordered[lanes] if len(ordered) > lanes else 0.0
+    return max(sum(ordered) / lanes, ordered[0], pair)
+
+
+def assign(works: Sequence[float], lanes: int, num_nodes: int = 0) -> Lanes:
+    """Assign units to lanes, the busiest lane being as light as possible.
+
+    Args:
+        works: of each unit, positive.
+        lanes: s.
+        num_nodes: nodes that branch and bound may visit above ``EXACT_UNITS`` units.
+    """
+    if lanes >= len(works):
+        return Lanes(tuple(range(len(works))), max(works), max(works))
+    if len(works) <= EXACT_UNITS:
+        return SubsetProgram(works).assign(lanes)
+    found, least = largest_first(works, lanes), lower_bound(works, lanes)
+    makespan = max(loads_of(works, found, lanes))
+    if num_nodes and makespan > least * (1 + 1e-9):
+        found, makespan, is_optimal = _branch(works, lanes, found, makespan, least, num_nodes)
+        least = makespan if is_optimal else least
+    return Lanes(tuple(found), makespan, least)
+
+
+def assign_grid(
+    works: Sequence[float],
+    tokens: Sequence[int],
+    rounds: int,
+    lanes: int,
+    capacity: float,
+    num_nodes: int = 0,
+) -> Grid | None:
+    """Assign units to lanes and rounds, no lane holding more than ``capacity`` tokens in a round.
+
+    Up to ``EXACT_UNITS`` units the busiest lane is as light as memory allows; above, the lanes of ``assign`` are
+    cut into rounds, and if they need too many, lanes are filled by tokens instead.
+
+    Returns:
+        None where no assignment was found.
+    """
+    free = assign(works, lanes, num_nodes)
+    round_of = cut_into_rounds(tokens, free.lane_of, capacity)
+    if round_of is not None and max(round_of) < rounds:
+        return Grid(free, round_of)
+    if max(tokens) > capacity:
+        return None
+    if len(works) <= EXACT_UNITS:
+        of_tokens = SubsetProgram(tokens)
+        allowed = of_tokens.solve(rounds) <= capacity
+        capped = SubsetProgram(works, allowed).assign(lanes)
+        if capped.makespan == np.inf:
+            return None
+        exact_rounds = [0] * len(works)
+        for lane in set(capped.lane_of):
+            units = [unit for unit, its in enumerate(capped.lane_of) if its == lane]
+            cut = SubsetProgram([tokens[unit] for unit in units]).assign(rounds)
+            for unit, its_round in zip(units, cut.lane_of, strict=True):
+                exact_rounds[unit] = its_round
+        return Grid(Lanes(capped.lane_of, capped.makespan, free.lower_bound), tuple(exact_rounds))
+    lane_of = largest_first(tokens, lanes)
+    round_of = cut_into_rounds(tokens, lane_of, capacity)
+    if round_of is None or max(round_of) >= rounds:
+        return None
+    makespan = max(loads_of(works, lane_of, lanes))
+    return Grid(Lanes(tuple(lane_of), makespan, free.lower_bound), round_of)
+
+
+def largest_first(works: Sequence[float], lanes: int) -> list[int]:
+    """Each unit, the largest first, to the lightest lane: at most 4/3 - 1/(3 s) of the best (Graham 1969)."""
+    heap = [(0.0, lane) for lane in range(lanes)]
+    lane_of = [0] * len(works)
+    for unit in sorted(range(len(works)), key=works.__getitem__, reverse=True):
+        load, lane = heap[0]
+        heapq.heapreplace(heap, (load + works[unit], lane))
+        lane_of[unit] = lane
+    return lane_of
+
+
+def loads_of(works: Sequence[float], lane_of: Sequence[int], lanes: int) -> list[float]:
+    """Work of each lane."""
+    loads = [0.0] * lanes
+    for work, lane in zip(works, lane_of, strict=True):
+        loads[lane] += work
+    return loads
+
+
+@lru_cache(maxsize=16)
+def _splits(num_units: int) -> tuple[Floats, Ints, Ints, Ints]:
+    """Membership [2^U, U] of each subset; every (part, rest) of each subset in turn, and where a subset's begin.
+
+    A part holds its subset's lowest unit, so that no split is counted twice.
+    """
+    sets = np.arange(1 << num_units)
+    membership = (sets[:, None] >> np.arange(num_units)) & 1
+    parts, firsts = [0], [0]
+    for whole in range(1, 1 << num_units):
+        firsts.append(len(parts))
+        low, rest = whole & -whole, whole & (whole - 1)
+        part = rest
+        while True:
+            parts.append(part | low)
+            if not part:
+                break
+            part = (part - 1) & rest
+    counts = np.diff([*firsts, len(parts)])
+    rests = np.repeat(sets, counts) ^ np.array(parts)
+    return membership.astype(np.float64), np.array(parts), rests, np.array(firsts)
+
+
+def _halve(makespans: Floats, others: Floats, num_units: int) -> Floats:
+    """[2^U] best makespan of each subset, part of it on lanes of ``makespans`` and the rest on ``others``."""
+    _, parts, rests, firsts = _splits(num_units)
+    best: Floats = np.minimum.reduceat(np.maximum(makespans.take(parts), others.take(rests)), firsts)
+    return best
+
+
+class SubsetProgram:
+    """Best makespans of all subsets of at most ``EXACT_UNITS`` units, on any number of lanes."""
+
+    def __init__(self, works: Sequence[float], allowed: Bools | None = None) -> None:
+        """
+        Args:
+            allowed: [2^U] whether a subset may share a lane; None: every one may.
+        """
+        self._num_units = len(works)
+        sums: Floats = _splits(len(works))[0] @ np.asarray(works, dtype=np.float64)
+        self._best = {1: sums if allowed is None else np.where(allowed, sums, np.inf)}
+        self.everything = (1 << len(works)) - 1
+
+    def solve(self, lanes: int) -> Floats:
+        """[2^U] best makespan of each subset."""
+        if lanes not in self._best:
+            many, few = self.solve(lanes - lanes // 2), self.solve(lanes // 2)
+            self._best[lanes] = _halve(many, few, self._num_units)
+        return self._best[lanes]
+
+    def split(self, subset: int, lanes: int) -> tuple[int, int, int, int]:
+        """The best halves of a subset and how many lanes each has."""
+        many, few = lanes - lanes // 2, lanes // 2
+        _, parts, rests, firsts = _splits(self._num_units)
+        options = slice(firsts[subset], firsts[subset + 1] if subset < self.everything else None)
+        spans = np.maximum(self.solve(many).take(parts[options]), self.solve(few).take(rests[options]))
+        part = int(parts[options][spans.argmin()])
+        return part, many, subset ^ part, few
+
+    def critical_lane(self, lanes: int) -> int:
+        """Units of the busiest lane, as bits."""
+        subset = self.everything
+        while lanes > 1:
+            part, many, rest, few = self.split(subset, lanes)
+            is_first = self.solve(many)[part] >= self.solve(few)[rest]
+            subset, lanes = (part, many) if is_first else (rest, few)
+        return subset
+
+    def assign(self, lanes: int) -> Lanes:
+        """Lane of each unit, the busiest lane as light as can be; infinite work if no assignment is allowed."""
+        found, loads = [0] * self._num_units, []
+        open_parts = [(self.everything, lanes, 0)]
+        while open_parts:
+            subset, count, first = open_parts.pop()
+            if count > 1:
+                part, many, rest, few = self.split(subset, count)
+                open_parts += [(part, many, first), (rest, few, first + many)]
+                continue
+            loads.append(float(self._best[1][subset]))
+            for unit in range(self._num_units):
+                if subset >> unit & 1:
+                    found[unit] = first
+        return Lanes(tuple(found), max(loads), max(loads))
+
+
+def _branch(
+    works: Sequence[float], lanes: int, found: list[int], makespan: float, least: float, num_nodes: int
+) -> tuple[list[int], float, bool]:
+    """Depth first, largest unit first, lightest lane first; of equally loaded lanes only one is tried."""
+    order = sorted(range(len(works)), key=works.__getitem__, reverse=True)
+    best, budget = list(found), num_nodes
+    loads, chosen = [0.0] * lanes, [0] * len(works)
+
+    def visit(depth: int) -> bool:
+        """Whether the subtree was searched to its end, or the bound reached."""
+        nonlocal best, makespan, budget
+        if depth == len(order):
+            makespan = max(loads)
+            best = list(chosen)
+            return True
+        budget -= 1
+        if budget < 0:
+            return False
+        unit, tried = order[depth], set()
+        for lane in sorted(range(lanes), key=loads.__getitem__):
+            load = loads[lane]
+            if load + works[unit] >= makespan * (1 - 1e-12) or load in tried:
+                continue
+            tried.add(load)
+            loads[lane], chosen[unit] = load + works[unit], lane
+            is_done = visit(depth + 1)
+            loads[lane] = load
+            if not is_done:
+                return False
+            if makespan <= least * (1 + 1e-9):
+                return True
+        return True
+
+    is_optimal = visit(0)
+    return best, makespan, is_optimal
+
+
+def cut_into_rounds(tokens: Sequence[int], lane_of: Sequence[int], capacity: float) -> tuple[int, ...] | None:
+    """Round of each unit, so that no lane holds more than ``capacity`` tokens in a round; None: a unit is larger.
+
+    First fit, largest first: lanes are cut one by one, since memory is a lane's own.
+    """
+    round_of = [0] * len(tokens)
+    room: dict[int, list[float]] = {}
+    for unit in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
+        if tokens[unit] > capacity:
+            return None
+        free = room.setdefault(lane_of[unit], [])
+        fit = next((i for i, left in enumerate(free) if left >= tokens[unit]), len(free))
+        if fit == len(free):
+            free.append(capacity)
+        free[fit] -= tokens[unit]
+        round_of[unit] = fit
+    return tuple(round_of)

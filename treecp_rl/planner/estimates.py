@@ -1,0 +1,159 @@
+"""data sheets, model dimensions -> estimated ClusterProfiles, for machines that nobody has measured here.
+
+Rates are those of ``docs/planner.md``: peak from NVIDIA's data sheets, and the parts of it that kernels reach as
+published; they are assumptions until ``treecp-rl calibrate`` replaces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treecp_rl.errors import ConfigError
+from treecp_rl.planner.cost import ModelShape
+from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, TileCost
+
+DATE = "2026-11-30"
+BYTES_PER_PARAMETER = 18
+"""bf16 weights, fp32 master weights, two Adam moments and fp32 gradients, sharded over all ranks (FSDP2)."""
+STATE_RANKS = 8
+"""Ranks over which an estimate shards those: more leave more room."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDims:
+    """What estimates need beyond attention's shape."""
+
+    hidden: int
+    intermediate: int
+    """Of the experts that run for a token together, in a mixture of experts."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    stored_intermediate: int = 0
+    """Of all experts together; 0: the same as ``intermediate``."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, itemsize=2)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer that a token meets."""
+        return self._projections + 3 * self.hidden * self.intermediate
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights stored, embedding and head included."""
+        stored = self.stored_intermediate or self.intermediate
+        return self.num_layers * (self._projections + 3 * self.hidden * stored) + 2 * self.hidden * self.vocab
+
+    @property
+    def _projections(self) -> int:
+        return self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+
+MODELS = {
+    # config.json of each model; intermediate sizes of the mixture: 8 of 128 experts of 768.
+    "Qwen2.5-1.5B": ModelDims(1536, 8960, 28, 12, 2, 128, 151936),
+    "Qwen2.5-3B": ModelDims(2048, 11008, 36, 16, 2, 128, 151936),
+    "Qwen2.5-7B": ModelDims(3584, 18944, 28, 28, 4, 128, 152064),
+    "Qwen2.5-14B": ModelDims(5120, 13824, 48, 40, 8, 128, 152064),
+    "Llama-3.1-8B": ModelDims(4096, 14336, 32, 32, 8, 128, 128256),
+    "Qwen3-30B-A3B": ModelDims(2048, 8 * 768, 48, 32, 4, 128, 151936, stored_intermediate=128 * 768),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A node's accelerators as estimates see them."""
+
+    flops_per_s: float
+    """Dense bf16 peak of one."""
+    dense_part: float
+    """Part of the peak that linear layers reach with many tokens."""
+    half_tokens: float
+    """Tokens of a rank at which they reach half of that."""
+    attention_forward_part: float
+    attention_backward_part: float
+    node_link: Link
+    cluster_link: Link
+    memory_bytes: float
+    tile_s: tuple[float, float]
+    """Launch of a tile, forward and backward."""
+    layer_s: tuple[float, float]
+    """Host time of a layer, forward and backward."""
+    stage_s: float
+    overlap: float
+    ranks_per_node: int
+    sources: tuple[str, ...]
+
+
+_KERNELS = (
+    "parts of peak: 0.62 of linear layers with n/(n+384), FlashAttention 0.60 forward and 0.50 backward: assumptions "
+    "in the range of FlashAttention-3 (arXiv 2407.08608) and of Megatron-LM's reported MFU",
+    "node link 360 GB/s of NVLink 4's 450 GB/s a direction, cluster link 42 GB/s of one 400 Gb/s port: assumptions",
+    "host times 90/160 us a layer, 25 us a stage, 12/20 us a tile, overlap 0.8: assumptions",
+)
+HARDWARE = {
+    "h100": Hardware(
+        989e12, 0.62, 384, 0.60, 0.50, Link(25e-6, 1 / 360e9), Link(40e-6, 1 / 42e9), 80e9,
+        (12e-6, 20e-6), (90e-6, 160e-6), 25e-6, 0.8, 8,
+        ("NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB, NVLink 900 GB/s both ways", *_KERNELS),
+    ),
+    "h200": Hardware(
+        989e12, 0.62, 384, 0.60, 0.50, Link(25e-6, 1 / 360e9), Link(40e-6, 1 / 42e9), 141e9,
+        (12e-6, 20e-6), (90e-6, 160e-6), 25e-6, 0.8, 8,
+        ("NVIDIA H200 SXM data sheet: 989 TFLOP/s bf16 dense, 141 GB, NVLink 900 GB/s both ways", *_KERNELS),
+    ),
+}  # fmt: skip
+
+
+def estimate_profile(hardware: str, model: str) -> ClusterProfile:
+    """A profile from data sheets.
+
+    Raises:
+        ConfigError: no such hardware or model here.
+    """
+    if hardware not in HARDWARE or model not in MODELS:
+        raise ConfigError(
+            f"no estimate of {model} on {hardware}; models: {', '.join(MODELS)}; hardware: {', '.join(HARDWARE)}"
+        )
+    machine, dims = HARDWARE[hardware], MODELS[model]
+    dense = machine.flops_per_s * machine.dense_part
+    token_s = 2 * dims.layer_parameters / dense
+    head_s = 2 * dims.hidden * dims.vocab / dense
+    pair_flops = 4 * dims.num_heads * dims.head_dim
+    forward = pair_flops / (machine.flops_per_s * machine.attention_forward_part)
+    backward = 2.5 * pair_flops / (machine.flops_per_s * machine.attention_backward_part)
+    states = BYTES_PER_PARAMETER * dims.num_parameters / STATE_RANKS
+    layers = dims.num_layers
+    return ClusterProfile(
+        name=f"{hardware}-{model.lower()}",
+        date=DATE,
+        kind="estimate",
+        sources=machine.sources,
+        model=model,
+        shape=dims.shape,
+        ranks_per_node=machine.ranks_per_node,
+        dense_forward=Affine(machine.half_tokens * token_s, token_s),
+        dense_backward=Affine(2 * machine.half_tokens * token_s, 2 * token_s),
+        head_forward=Affine(0.0, head_s),
+        # The head's chunks are computed again in backward.
+        head_backward=Affine(0.0, 3 * head_s),
+        attention_forward=TileCost(machine.tile_s[0], forward),
+        attention_backward=TileCost(machine.tile_s[1], backward),
+        node_link=machine.node_link,
+        cluster_link=machine.cluster_link,
+        layer_forward_s=machine.layer_s[0],
+        layer_backward_s=machine.layer_s[1],
+        stage_s=machine.stage_s,
+        overlap=machine.overlap,
+        memory=Memory(
+            bytes_per_rank=round(0.9 * machine.memory_bytes - states),
+            # Inputs of each layer; without checkpointing also norms, projections and the gated product.
+            checkpointed_bytes_per_token=2 * layers * dims.hidden,
+            kept_bytes_per_token=2 * layers * (6 * dims.hidden + 4 * dims.intermediate),
+        ),
+    )

@@ -1,0 +1,341 @@
+"""One tree's lengths -> the best candidate: AugTree's Algorithm 1, in the paper's plan space or in ours.
+
+Every candidate of every degree is scored at once (``forms``), what does not fit is left out, and the first of the
+cheapest wins, which is what Algorithm 1's loop returns. Exhaustive over its candidates; a placement of responses on
+lanes is exact for few of them and bounded beyond (``assign``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from treecp_rl.errors import BatchError, PlanError
+from treecp_rl.planner.assign import (
+    EXACT_UNITS,
+    Grid,
+    Lanes,
+    SubsetProgram,
+    assign,
+    assign_grid,
+    largest_first,
+    loads_of,
+)
+from treecp_rl.planner.forms import (
+    Bools,
+    Candidate,
+    CostTable,
+    FeatureIndex,
+    Floats,
+    Ints,
+    RunOptions,
+    Space,
+    candidates,
+    cost_table,
+    token_pairs,
+)
+from treecp_rl.planner.profile import ClusterProfile
+
+DEFAULT_OPTIONS = RunOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLengths:
+    """One group: tokens of its prompt and of each response.
+
+    Raises:
+        BatchError: no response, or a length below 1.
+    """
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.responses:
+            raise BatchError(f"a tree with a prompt of {self.prompt} tokens has no response; drop the group")
+        if self.prompt < 1 or min(self.responses) < 1:
+            raise BatchError(
+                f"prompt {self.prompt} with responses of {min(self.responses)} to {max(self.responses)} tokens: "
+                "every length must be 1 or more; drop empty rows"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens of the tree."""
+        return self.prompt + sum(self.responses)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChoice:
+    """What is best for one tree alone."""
+
+    candidate: Candidate
+    seconds: float
+    peak_bytes: float
+    moved_bytes: float
+    lane_of: tuple[int, ...]
+    """Lane of each response."""
+    round_of: tuple[int, ...]
+    """Round of each response."""
+    lanes_gap: float
+    """Work of the busiest lane over its proven lower bound, less 1."""
+    num_candidates: int
+
+
+class Workload:
+    """One tree's works, and what has been worked out about its lanes."""
+
+    def __init__(self, tree: TreeLengths, token_pairs: float) -> None:
+        self.tree = tree
+        self.token_pairs = token_pairs
+        per_token = token_pairs + tree.prompt + 0.5
+        self.works = [r * (per_token + 0.5 * r) for r in tree.responses]
+        """w_k of each response, in pairs: linear layers, the prompt's keys, its own."""
+        self._program: SubsetProgram | None = None
+
+    @property
+    def prompt_work(self) -> float:
+        return self.tree.prompt * (self.token_pairs + 0.5 * self.tree.prompt)
+
+    def critical_lane(self, lanes: int) -> list[int]:
+        """Units of the busiest of fewer lanes than units."""
+        works = self.works
+        if len(works) <= EXACT_UNITS:
+            bits = self._subsets().critical_lane(lanes)
+            return [i for i in range(len(works)) if bits >> i & 1]
+        lane_of = largest_first(works, lanes)
+        loads = loads_of(works, lane_of, lanes)
+        busiest = loads.index(max(loads))
+        return [i for i, lane in enumerate(lane_of) if lane == busiest]
+
+    @property
+    def single(self) -> Grid:
+        """All responses in one lane and one round."""
+        work, nobody = sum(self.works), (0,) * len(self.works)
+        return Grid(Lanes(nobody, work, work), nobody)
+
+    def assign(self, lanes: int, polish_nodes: int) -> Lanes:
+        """Lane of each response."""
+        if lanes < len(self.works) <= EXACT_UNITS:
+            return self._subsets().assign(lanes)
+        return assign(self.works, lanes, polish_nodes)
+
+    def _subsets(self) -> SubsetProgram:
+        if self._program is None:
+            self._program = SubsetProgram(self.works)
+        return self._program
+
+
+class TreeSearch:
+    """Searches trees one by one; tables of coefficients are kept for each group size."""
+
+    def __init__(
+        self,
+        profile: ClusterProfile,
+        degrees: tuple[int, ...],
+        options: RunOptions = DEFAULT_OPTIONS,
+        space: Space = "full",
+    ) -> None:
+        """
+        Args:
+            degrees: CP degrees D to try, ascending.
+            space: ``augtree`` is Algorithm 1's, ``full`` adds fused passes, gather and heads.
+        """
+        self._profile, self._options, self._space, self._degrees = profile, options, space, degrees
+        self._token_pairs = token_pairs(profile)
+        self._tables: dict[int, CostTable] = {}
+
+    def table(self, num_responses: int) -> CostTable:
+        """Coefficients of all candidates of such a tree."""
+        if num_responses not in self._tables:
+            chosen = candidates(self._space, self._degrees, num_responses, self._profile.shape.num_kv_heads)
+            self._tables[num_responses] = cost_table(self._profile, self._options, chosen)
+        return self._tables[num_responses]
+
+    def __call__(self, tree: TreeLengths, polish_nodes: int = 0) -> TreeChoice:
+        """The candidate with the least predicted seconds that fits.
+
+        Args:
+            polish_nodes: of branch and bound over the chosen placement where it is not proven best; 1000 take
+                about 4 ms.
+
+        Raises:
+            PlanError: no candidate fits; says what the leanest needs.
+        """
+        table = self.table(len(tree.responses))
+        workload = Workload(tree, self._token_pairs)
+        features = tree_features(workload, table.index)
+        limits = table.limits @ features
+        seconds = table.seconds(features)
+        seconds[~fitting(table, limits, tree.num_tokens, self._profile, self._options)] = np.inf
+        settled: dict[int, Grid] = {}
+        while True:
+            best = int(seconds.argmin())
+            if seconds[best] == np.inf:
+                raise no_fit(tree, table, limits, self._profile, self._options)
+            if best in settled:
+                break
+            grid = self._as_scored(workload, table, best, features, polish_nodes)
+            if grid is not None:
+                settled[best] = grid
+                break
+            # The table takes lanes as if memory let them be, and rounds as even: at most too fast.
+            capacity = self._capacity(workload, table, best, features, limits)
+            grid = self._grid(workload, table.candidates[best], capacity, polish_nodes)
+            seconds[best] = np.inf if grid is None else self._seconds(workload, table, best, features, grid)
+            if grid is not None:
+                settled[best] = grid
+        grid = settled[best]
+        return TreeChoice(
+            table.candidates[best],
+            float(seconds[best]),
+            float(limits[best]),
+            float(table.moved[best] @ features),
+            grid.lanes.lane_of,
+            grid.round_of,
+            grid.lanes.makespan / grid.lanes.lower_bound - 1,
+            len(table.candidates),
+        )
+
+    def _as_scored(
+        self, workload: Workload, table: CostTable, best: int, features: Floats, polish_nodes: int
+    ) -> Grid | None:
+        """The placement that the table's seconds and bytes are of, where no lane holds more than the busiest."""
+        one = table.candidates[best]
+        if one.form == "flat" or one.rounds * one.lanes == 1:
+            return workload.single
+        if one.rounds > 1 or polish_nodes:
+            return None
+        free = workload.assign(one.lanes, 0)
+        tokens = loads_of(workload.tree.responses, free.lane_of, one.lanes)
+        if max(tokens) > features[table.index.position[f"lane/{one.lanes}"]]:
+            return None
+        return Grid(free, (0,) * len(workload.works))
+
+    def _grid(self, workload: Workload, one: Candidate, capacity: float, polish_nodes: int) -> Grid | None:
+        """Lane and round of each response; None: they need more rounds, or one needs more memory."""
+        tokens = workload.tree.responses
+        rounds = one.rounds if one.form == "split" else 1
+        if one.lanes == 1 and sum(tokens) <= capacity:
+            return workload.single
+        if rounds == 1 and one.lanes > 1:
+            free = workload.assign(one.lanes, polish_nodes)
+            if max(loads_of(tokens, free.lane_of, one.lanes)) <= capacity:
+                return Grid(free, (0,) * len(tokens))
+        return assign_grid(workload.works, tokens, rounds, one.lanes, capacity, polish_nodes)
+
+    def _capacity(
+        self, workload: Workload, table: CostTable, best: int, features: Floats, limits: Floats
+    ) -> float:
+        """Most response tokens of a lane in a round: what memory leaves beside the prompt, or the token budget."""
+        one, count = table.candidates[best], len(table.candidates)
+        position = table.index.position
+        bounds = ((0, self._profile.memory.bytes_per_rank), (count, self._options.tokens_per_rank or np.inf))
+        room = np.inf
+        for offset, limit in bounds:
+            row = table.limits[offset + best]
+            # Either all responses are alike to a rank, or its lane's are.
+            columns = [position["responses"], position[f"lane/{one.lanes}"]]
+            per_token = float(row[columns].sum())
+            used = float(row[columns] @ features[columns])
+            room = min(room, (limit - float(limits[offset + best]) + used) / per_token)
+        return room / one.rounds * (1 + 1e-12)
+
+    def _seconds(
+        self, workload: Workload, table: CostTable, best: int, features: Floats, grid: Grid
+    ) -> float:
+        """Of a candidate with its lanes as they are."""
+        one, index = table.candidates[best], table.index
+        start = int(table.starts[best])
+        stop = int(table.starts[best + 1]) if best + 1 < len(table.starts) else len(table.floor)
+        if one.lanes > 1:
+            features = features.copy()
+            responses = workload.tree.responses
+            loads = loads_of(workload.works, grid.lanes.lane_of, one.lanes)
+            busiest = loads.index(max(loads))
+            lane = [r for r, at in zip(responses, grid.lanes.lane_of, strict=True) if at == busiest]
+            features[index.position[f"lane/{one.lanes}"]] = sum(lane)
+            features[index.position[f"lane_cross/{one.lanes}"]] = workload.tree.prompt * sum(lane)
+            features[index.position[f"lane_pairs/{one.lanes}"]] = 0.5 * sum(r * (r + 1) for r in lane)
+        rows = np.maximum(table.stacked[start:stop] @ features, table.floor[start:stop])
+        return float(rows.sum())
+
+
+def search(
+    tree: TreeLengths,
+    profile: ClusterProfile,
+    degrees: tuple[int, ...],
+    options: RunOptions = DEFAULT_OPTIONS,
+    space: Space = "full",
+    polish_nodes: int = 0,
+) -> TreeChoice:
+    """``TreeSearch`` for one tree."""
+    return TreeSearch(profile, degrees, options, space)(tree, polish_nodes)
+
+
+def tree_features(workload: Workload, index: FeatureIndex) -> Floats:
+    """[F] of one tree. Plain Python: for a tree's few numbers it is faster than numpy."""
+    prompt, responses = workload.tree.prompt, workload.tree.responses
+    group, total = len(responses), sum(responses)
+    own_pairs = 0.5 * (sum([r * r for r in responses]) + total)
+    prompt_pairs = 0.5 * prompt * (prompt + 1)
+    tokens, pairs = [total], [own_pairs]
+    largest = max(responses)
+    for s in index.lanes[1:]:
+        of_lane = [responses[i] for i in workload.critical_lane(s)] if s < group else [largest]
+        tokens.append(sum(of_lane))
+        pairs.append(0.5 * (sum([r * r for r in of_lane]) + tokens[-1]))
+    row = [1.0, prompt, prompt_pairs, total, prompt * total, own_pairs, group, group * prompt]
+    row.append(group * prompt_pairs)
+    row += tokens
+    row += [prompt * count for count in tokens]
+    row += pairs
+    row += _zigzag_features(workload, index)
+    return np.array(row, dtype=np.float64)
+
+
+def _zigzag_features(workload: Workload, index: FeatureIndex) -> list[float]:
+    ordered, works = sorted(workload.tree.responses), sorted(workload.works)
+    group, work = len(works), sum(works) + workload.prompt_work
+    sums = [0, *accumulate(reversed(ordered))]
+    long = [group - bisect_left(ordered, floor) for floor in index.zigzag_floors]
+    above = [group - bisect_right(works, work / d) for d in index.degrees]
+    cut = [min(pair) for pair in zip(long, above, strict=True)]
+    return [*long, *[sums[n] for n in long], *cut, *[sums[n] for n in cut]]
+
+
+def fitting(
+    table: CostTable, limits: Floats, num_tokens: int | Ints, profile: ClusterProfile, options: RunOptions
+) -> Bools:
+    """[..., C] which candidates a tree with ``limits`` [..., 2 C] may take; ``num_tokens`` [..., 1]."""
+    count = len(table.candidates)
+    fits: Bools = limits[..., :count] <= profile.memory.bytes_per_rank
+    fits &= table.degree <= num_tokens
+    if options.tokens_per_rank is not None:
+        fits &= limits[..., count:] <= options.tokens_per_rank
+    return fits
+
+
+def no_fit(
+    tree: TreeLengths, table: CostTable, limits: Floats, profile: ClusterProfile, options: RunOptions
+) -> PlanError:
+    """What to say of a tree that nothing fits."""
+    count = len(table.candidates)
+    possible = table.degree <= tree.num_tokens
+    leanest = int(np.where(possible, limits[:count], np.inf).argmin())
+    need, have = float(limits[leanest]), profile.memory.bytes_per_rank
+    ranks = int(table.degree.max())
+    if options.tokens_per_rank is not None and need <= have:
+        tokens = float(np.where(possible, limits[count:], np.inf).min())
+        return PlanError(
+            f"a tree of {tree.num_tokens} tokens needs {tokens:.0f} tokens a rank on {ranks} ranks, the budget is "
+            f"{options.tokens_per_rank}; raise tokens_per_rank or the ranks"
+        )
+    return PlanError(
+        f"a tree of {tree.num_tokens} tokens (prompt {tree.prompt}) needs {need / 2**30:.2f} GiB a rank by its "
+        f"leanest plan ({table.candidates[leanest]}), a rank has {have / 2**30:.2f} GiB; raise the ranks, now "
+        f"{ranks}, or shorten its rows"
+    )
