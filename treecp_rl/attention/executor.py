@@ -76,12 +76,12 @@ class _TileAttention(torch.autograd.Function):
         saved = program.saved_outputs.get(layer)
         run = _Forward(program, kernel, scale, layer, query, key, value, saved)
         out, lse = run.run()
+        out = out.to(value.dtype)
         if program.recomputation is not None and wants_grad and saved is None:
             spans = program.saved
             program.saved_outputs[layer] = [
                 (out[:, :, span].clone(), lse[:, :, span].clone()) for span in spans
             ]
-        out = out.to(value.dtype)
         # What arrived is kept for backward through save_for_backward, so that checkpointing may drop it.
         names = [] if program.resend else list(run.arrived)
         ctx.save_for_backward(query, key, value, out, lse, *(t for name in names for t in run.arrived[name]))
