@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from treecp_rl.bench.cp import BenchOptions, BenchReport, Case
+from treecp_rl.bench.cp import BenchOptions, BenchReport, Case, file_text
 from treecp_rl.bench.cp_plans import KINDS, OUR_KINDS, PlannedStep
 from treecp_rl.bench.cp_ranks import Job, Measured, StepResult, _require_agreement, run_world
 from treecp_rl.bench.memory import peak_bytes
@@ -114,9 +114,18 @@ def measured(kind, cpu_seconds, bytes_moved, work=1.0):
     return Measured(kind, cpu_seconds, cpu_seconds, 0.0, bytes_moved, 1, 1, planned, None)
 
 
-def summary_of(*kinds):
+def report_of(*kinds):
     options = BenchOptions(world_sizes=(2,), kinds=tuple(one.kind for one in kinds))
-    return BenchReport(options, (Case(2, point("lmsys", 1024), kinds),)).summary()["world_2"]
+    return BenchReport(options, (Case(2, point("lmsys", 1024), kinds),))
+
+
+def summary_of(*kinds):
+    return report_of(*kinds).summary()["world_2"]
+
+
+def test_the_file_says_what_the_report_says():
+    report = report_of(measured("gather", 1.0, 20), measured("move_q", 1.0, 50))
+    assert json.loads(file_text(report)) == report.as_json()
 
 
 def test_the_summary_says_what_does_not_hold():
@@ -157,6 +166,7 @@ def test_kinds_that_disagree_are_not_compared():
         (["--budgets", "many"], "cannot read 'many'"),
         (["--budgets", "8", "--scale", "1"], "raise the budget"),
         (["--scale", "0"], "--scale"),
+        (["--output", "nowhere/cp.json"], "--output nowhere/cp.json: no such folder"),
     ],
 )
 def test_requests_that_cannot_be_met_are_refused_before_anything_starts(asked, message, capsys):

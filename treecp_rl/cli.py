@@ -218,7 +218,7 @@ def _bench_step(options: argparse.Namespace) -> int:
 
 
 def _bench_cp(options: argparse.Namespace) -> int:
-    from treecp_rl.bench.cp import BenchOptions, measure, parse_kinds, parse_numbers, render
+    from treecp_rl.bench.cp import BenchOptions, file_text, measure, parse_kinds, parse_numbers, render
 
     asked: dict[str, Any] = {"world_sizes": parse_numbers("--world-sizes", options.world_sizes)}
     if options.budgets is not None:
@@ -227,6 +227,9 @@ def _bench_cp(options: argparse.Namespace) -> int:
         asked["shapes"] = tuple(options.shapes.split(","))
     if options.kinds is not None:
         asked["kinds"] = parse_kinds(options.kinds)
+    for flag, file in (("--output", options.output), ("--trace", options.trace)):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {file}: no such folder; create it, or name another")
     report = measure(
         BenchOptions(
             **asked,
@@ -239,7 +242,7 @@ def _bench_cp(options: argparse.Namespace) -> int:
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.output is not None:
-        Path(options.output).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        Path(options.output).write_text(file_text(report))
     _print(report.as_json(), render(report), options.json)
     return 0
 

@@ -8,6 +8,7 @@ bytes stand beside it, because ranks that share cores say little by wall time.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -259,6 +260,15 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
         found = run_world(job, options.timeout_seconds)
         cases += [Case(world_size, one, tuple(kinds)) for one, kinds in zip(points, found, strict=True)]
     return BenchReport(options, tuple(cases))
+
+
+def file_text(report: BenchReport) -> str:
+    """The JSON with one case, point or summary a line, so that two reports can be compared by their lines."""
+    parts = []
+    for name, value in report.as_json().items():
+        lines = ",\n".join(json.dumps(one) for one in value) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(name)}: " + (f"[\n{lines}\n]" if lines else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def render(report: BenchReport) -> str:
