@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-Space = Literal["full", "augtree"]
+Space = Literal["full", "augtree", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,13 @@ def candidates(
     """Every candidate of a space, in the order of the search: degree by degree, as Algorithm 1 goes.
 
     ``augtree``: ring over rows on their own (b = 0), and splits by TreeMoveKV with s | d lanes or by MoveQ.
-    ``full``: also fused passes of every kind, and splits by gather and heads.
+    ``full``: also fused passes of every kind, and splits by gather and heads. ``split``: only the splits of these.
     """
     found: list[Candidate] = []
     rounds = tuple(b for b in ROUNDS if b <= num_responses)
     for degree in degrees:
-        found.append(Candidate("flat", "ring", degree))
+        if space != "split":
+            found.append(Candidate("flat", "ring", degree))
         lanes = [s for s in powers_of_two(degree) if degree % s == 0 and s <= num_responses]
         if space == "full":
             found += _fused(degree, lanes, num_kv_heads)
@@ -90,7 +91,7 @@ def candidates(
                 Candidate("split", "tree_move_kv", degree, s, b) for s in lanes if b * s <= num_responses
             ]
             found.append(Candidate("split", "move_q", degree, 1, b))
-            if space == "full":
+            if space != "augtree":
                 found.append(Candidate("split", "gather", degree, 1, b))
                 heads = _heads_lanes(degree, num_kv_heads)
                 if heads <= num_responses and degree > 1 and heads < degree:

@@ -138,13 +138,17 @@ class TreeSearch:
         degrees: tuple[int, ...],
         options: RunOptions = DEFAULT_OPTIONS,
         space: Space = "full",
+        memory_bytes: int | None = None,
     ) -> None:
         """
         Args:
             degrees: CP degrees D to try, ascending.
-            space: ``augtree`` is Algorithm 1's, ``full`` adds fused passes, gather and heads.
+            space: ``augtree`` is Algorithm 1's, ``full`` adds fused passes, gather and heads, ``split`` has only the
+                full space's splits.
+            memory_bytes: that a rank may hold; None: the profile's.
         """
         self._profile, self._options, self._space, self._degrees = profile, options, space, degrees
+        self._memory_bytes = profile.memory.bytes_per_rank if memory_bytes is None else memory_bytes
         self._token_pairs = token_pairs(profile)
         self._tables: dict[int, CostTable] = {}
 
@@ -170,12 +174,12 @@ class TreeSearch:
         features = tree_features(workload, table.index)
         limits = table.limits @ features
         seconds = table.seconds(features)
-        seconds[~fitting(table, limits, tree.num_tokens, self._profile, self._options)] = np.inf
+        seconds[~fitting(table, limits, tree.num_tokens, self._memory_bytes, self._options)] = np.inf
         settled: dict[int, Grid] = {}
         while True:
             best = int(seconds.argmin())
             if seconds[best] == np.inf:
-                raise no_fit(tree, table, limits, self._profile, self._options)
+                raise no_fit(tree, table, limits, self._memory_bytes, self._options)
             if best in settled:
                 break
             grid = self._as_scored(workload, table, best, features, polish_nodes)
@@ -233,7 +237,7 @@ class TreeSearch:
         """Most response tokens of a lane in a round: what memory leaves beside the prompt, or the token budget."""
         one, count = table.candidates[best], len(table.candidates)
         position = table.index.position
-        bounds = ((0, self._profile.memory.bytes_per_rank), (count, self._options.tokens_per_rank or np.inf))
+        bounds = ((0, self._memory_bytes), (count, self._options.tokens_per_rank or np.inf))
         room = np.inf
         for offset, limit in bounds:
             row = table.limits[offset + best]
@@ -308,11 +312,11 @@ def _zigzag_features(workload: Workload, index: FeatureIndex) -> list[float]:
 
 
 def fitting(
-    table: CostTable, limits: Floats, num_tokens: int | Ints, profile: ClusterProfile, options: RunOptions
+    table: CostTable, limits: Floats, num_tokens: int | Ints, memory_bytes: float, options: RunOptions
 ) -> Bools:
     """[..., C] which candidates a tree with ``limits`` [..., 2 C] may take; ``num_tokens`` [..., 1]."""
     count = len(table.candidates)
-    fits: Bools = limits[..., :count] <= profile.memory.bytes_per_rank
+    fits: Bools = limits[..., :count] <= memory_bytes
     fits &= table.degree <= num_tokens
     if options.tokens_per_rank is not None:
         fits &= limits[..., count:] <= options.tokens_per_rank
@@ -320,13 +324,13 @@ def fitting(
 
 
 def no_fit(
-    tree: TreeLengths, table: CostTable, limits: Floats, profile: ClusterProfile, options: RunOptions
+    tree: TreeLengths, table: CostTable, limits: Floats, memory_bytes: float, options: RunOptions
 ) -> PlanError:
     """What to say of a tree that nothing fits."""
     count = len(table.candidates)
     possible = table.degree <= tree.num_tokens
     leanest = int(np.where(possible, limits[:count], np.inf).argmin())
-    need, have = float(limits[leanest]), profile.memory.bytes_per_rank
+    need, have = float(limits[leanest]), memory_bytes
     ranks = int(table.degree.max())
     if options.tokens_per_rank is not None and need <= have:
         tokens = float(np.where(possible, limits[count:], np.inf).min())

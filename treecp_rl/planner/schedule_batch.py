@@ -1,0 +1,695 @@
+"""Lengths of a batch, ranks, profile -> BatchPlan: which trees share a pass, on which ranks each runs, and a bound.
+
+All ranks of a domain run each pass together, so a pass takes as long as its busiest rank, and what a tree of degree d
+adds is the same on all of its d ranks. Degrees form a chain in which each divides the next (NSP's SP tree, section
+4.1.1): laid from the largest degree down, a block of d ranks is evenly loaded whenever a tree is laid on it, so that
+loads are kept a block, not a rank. A pure function: equal inputs give equal plans on every rank, without a clock.
+
+Lower bound: whatever the plan, some passes are needed for the tokens, every tree takes at least the least of d w(d)
+rank-seconds, and one pass holds the longest tree. ``gap`` is the plan's distance from that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from itertools import chain
+from math import ceil
+from typing import Literal
+
+import numpy as np
+
+from treecp_rl.errors import BatchError, ConfigError, PlanError
+from treecp_rl.planner.forms import (
+    Bools,
+    Candidate,
+    CostTable,
+    FeatureIndex,
+    Floats,
+    Ints,
+    RunOptions,
+    candidates,
+    cost_table,
+    pass_fixed_seconds,
+    token_pairs,
+)
+from treecp_rl.planner.profile import ClusterProfile
+from treecp_rl.planner.search import DEFAULT_OPTIONS, TreeLengths, TreeSearch, fitting
+
+Policy = Literal["auto", "nsp", "disjoint", "static"]
+Effort = Literal["fast", "thorough"]
+POLICIES: tuple[Policy, ...] = ("auto", "nsp", "disjoint", "static")
+
+MOST_LANES = 8
+"""Lanes of ``heads`` that a batch considers: each number of lanes is an assignment of every tree's responses."""
+MEMORY_PART = 0.9
+"""Part of a rank's memory that a batch plans with: closed forms miss the lowered peak by some percent."""
+GOOD_GAP = 0.003
+"""Gap at which the search stops."""
+DENSE_TREES = 4
+"""Trees a rank and pass from which on cutting them finer is what evens ranks out."""
+DENSE_LIMITS = (0.25, 0.25, 0.5)
+SPARSE_LIMITS = (1.0, 0.7, 1.0, 0.7, 0.5, 1.0)
+"""Most seconds of a tree, as parts of the target, in the order in which they are tried."""
+MOST_LOOKS = 12
+"""Blocks without room that are passed over before a tree is tried at another degree."""
+SMALL_PART = 0.04
+"""Trees of at most this part of the target are laid whole on the lightest ranks, without looking at degrees."""
+BOUND_STEPS = 12
+"""Of bisection towards the lower bound: it is below the best by at most 0.1 / 2^12 of itself."""
+EXTRA_PASSES = 4
+"""Passes beyond the fewest possible, and one a tree, that are tried when trees do not fit."""
+TIGHT_PART = 0.8
+"""Part of all room from which on one pass more is tried even if the trees fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTree:
+    """Where and how one tree of the batch runs."""
+
+    tree: int
+    """Its index in the batch."""
+    candidate: Candidate
+    first_rank: int
+    seconds: float
+    """That it adds on each of its ranks; of a tree with passes of its own, all of it."""
+    round_of: tuple[int, ...] = ()
+    """Split: round of each response."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.candidate.degree)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """Trees that run in one pass, or one tree that has passes of its own."""
+
+    trees: tuple[PlannedTree, ...]
+    seconds: float
+
+    @property
+    def is_shared(self) -> bool:
+        return self.trees[0].candidate.form == "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Passes of a batch, one after another, and how far from the best they can be."""
+
+    policy: Policy
+    num_ranks: int
+    profile: str
+    """Digest of the profile it was planned for."""
+    passes: tuple[PlannedPass, ...]
+    lower_bound_seconds: float
+
+    @property
+    def predicted_seconds(self) -> float:
+        return sum(one.seconds for one in self.passes)
+
+    @property
+    def gap(self) -> float:
+        """Predicted over lower bound, less 1: no plan of this space is better by more."""
+        return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1)
+
+    @property
+    def trees(self) -> tuple[PlannedTree, ...]:
+        """In the order of the batch."""
+        return tuple(sorted(chain.from_iterable(one.trees for one in self.passes), key=lambda one: one.tree))
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that equal plans share."""
+        parts = [f"{self.policy} {self.num_ranks} {self.profile}"]
+        for one in self.passes:
+            parts += [f"{t.tree} {t.first_rank} {t.candidate} {t.round_of}" for t in one.trees]
+            parts.append("|")
+        return sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def degree_chain(num_ranks: int) -> tuple[int, ...]:
+    """Degrees on aligned groups, each dividing the next: 1, 2, 4 ... and odd factors last."""
+    chain_, rest = [1], num_ranks
+    factor = 2
+    while rest > 1:
+        while rest % factor:
+            factor += 1
+        chain_.append(chain_[-1] * factor)
+        rest //= factor
+    return tuple(chain_)
+
+
+def plan_batch(
+    trees: Sequence[TreeLengths],
+    num_ranks: int,
+    profile: ClusterProfile,
+    options: RunOptions = DEFAULT_OPTIONS,
+    policy: Policy = "auto",
+    degree: int | None = None,
+    effort: Effort = "fast",
+) -> BatchPlan:
+    """Plan a batch.
+
+    Args:
+        num_ranks: of the domain; all run every pass.
+        policy: ``auto`` is ours; ``nsp`` a beam search over the SP tree (NSP, Algorithm 1), ``disjoint`` groups that
+            keep their size during a pass (FlexSP), ``static`` groups of one size, each on the same costs.
+        degree: of ``static``.
+        effort: of ``auto``; ``thorough`` also tries what the other policies would do, and takes what is best.
+
+    Raises:
+        BatchError: no trees, or lengths that are none.
+        ConfigError: a policy or degree that cannot be.
+        PlanError: a tree that does not fit on all ranks by any plan; names it.
+    """
+    if not trees:
+        raise BatchError("the batch has no trees; nothing to plan")
+    if num_ranks < 1:
+        raise ConfigError(f"a domain of {num_ranks} ranks; give at least 1")
+    if policy not in POLICIES:
+        raise ConfigError(f"no policy {policy!r}; choose from {', '.join(POLICIES)}")
+    if (degree is not None) != (policy == "static"):
+        raise ConfigError(
+            f"policy {policy} with degree {degree}; a degree belongs to policy static, and it needs one"
+        )
+    degrees = degree_chain(num_ranks)
+    if degree is not None and degree not in degrees:
+        raise ConfigError(
+            f"static degree {degree} on {num_ranks} ranks; choose from {', '.join(map(str, degrees))}"
+        )
+    tasks = _Tasks(trees, degrees, profile, options)
+    fixed = pass_fixed_seconds(profile, options) * profile.factors.fused
+    layouts: list[_Layout] = []
+    if tasks.shared:
+        layouts = [_layout(tasks, fixed, policy, degree)]
+        if effort == "thorough" and policy == "auto":
+            others: tuple[Policy, ...] = ("nsp", "disjoint")
+            layouts += [_layout(tasks, fixed, other, None) for other in others]
+    alone = [tasks.alone(index) for index in tasks.too_large]
+    passes = [PlannedPass((one,), one.seconds) for one in alone]
+    if layouts:
+        passes += min(layouts, key=lambda layout: layout.seconds(fixed)).passes(tasks, fixed)
+    bound = sum(one.seconds for one in alone) + (tasks.lower_bound(fixed) if tasks.shared else 0.0)
+    return BatchPlan(policy, num_ranks, profile.digest, tuple(passes), bound)
+
+
+class _Tasks:
+    """Trees as tasks: seconds and part of a pass's room of each at each degree, the best kind chosen."""
+
+    def __init__(
+        self,
+        trees: Sequence[TreeLengths],
+        degrees: tuple[int, ...],
+        profile: ClusterProfile,
+        options: RunOptions,
+    ) -> None:
+        self._trees, self._profile, self._options = trees, profile, options
+        self.degrees, self.num_ranks = degrees, degrees[-1]
+        most = max(len(tree.responses) for tree in trees)
+        table, columns = _batch_table(profile, options, degrees, min(MOST_LANES, most))
+        features = batch_features(trees, table.index, token_pairs(profile))
+        seconds = table.marginal_seconds(features)
+        limits = features @ table.limits.T
+        num_tokens = np.array([tree.num_tokens for tree in trees])[:, None]
+        group = features[:, table.index.position["group"]][:, None]
+        fits = fitting(table, limits, num_tokens, profile.memory.bytes_per_rank, options)
+        fits &= np.array([one.lanes for one in table.candidates]) <= group
+        room = self._room(limits, len(table.candidates))
+        fits &= room <= 1.0
+        seconds[~fits] = np.inf
+        self._candidates = table.candidates
+        best = np.stack([start + seconds[:, start:stop].argmin(axis=1) for start, stop in columns], axis=1)
+        self._chosen: Ints = best
+        rows = np.arange(len(trees))[:, None]
+        self.seconds: Floats = seconds[rows, best]
+        """[T, D] that a tree adds on each of its ranks; infinite where it does not fit."""
+        self.room: Floats = room[rows, best]
+        """[T, D] part of a rank's memory or tokens that it takes."""
+        self.area: Floats = self.seconds * np.array(degrees, dtype=np.float64)
+        fitting_somewhere = np.isfinite(self.seconds).any(axis=1)
+        self.too_large = [int(i) for i in np.flatnonzero(~fitting_somewhere)]
+        self.shared: list[int] = [int(i) for i in np.flatnonzero(fitting_somewhere)]
+
+    def _room(self, limits: Floats, count: int) -> Floats:
+        room: Floats = limits[:, :count] / (MEMORY_PART * self._profile.memory.bytes_per_rank)
+        if self._options.tokens_per_rank is not None:
+            room = np.maximum(room, limits[:, count:] / self._options.tokens_per_rank)
+        return room
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """No plan's passes take less together, fixed costs apart.
+
+        The least T for which every tree has a degree of at most T seconds, and their rank-seconds at the cheapest such
+        degrees fit into T on all ranks: a plan of T seconds has both (Ludwig and Tiwari 1994).
+        """
+        seconds, area = self.seconds[self.shared], self.area[self.shared]
+        low = max(float(area.min(axis=1).sum()) / self.num_ranks, float(seconds.min(axis=1).max()))
+        high = low
+
+        def is_enough(total: float) -> bool:
+            within = np.where(seconds <= total, area, np.inf).min(axis=1)
+            return float(within.sum()) <= self.num_ranks * total
+
+        while not is_enough(high):
+            low, high = high, high * 1.1
+        for _ in range(BOUND_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return low
+
+    @cached_property
+    def fewest_passes(self) -> int:
+        """No plan has fewer."""
+        return max(1, ceil(self.room_taken - 1e-9))
+
+    @cached_property
+    def room_taken(self) -> float:
+        """Of one pass, by all trees where they take least."""
+        room = np.where(np.isfinite(self.seconds), self.room * np.array(self.degrees), np.inf)
+        return float(room[self.shared].min(axis=1).sum()) / self.num_ranks
+
+    def lower_bound(self, fixed: float) -> float:
+        return self.fewest_passes * fixed + self.least_seconds
+
+    def planned(self, tree: int, level: int, first_rank: int) -> PlannedTree:
+        candidate = self._candidates[int(self._chosen[tree, level])]
+        return PlannedTree(tree, candidate, first_rank, float(self.seconds[tree, level]))
+
+    def alone(self, tree: int) -> PlannedTree:
+        """A tree that exceeds every pass: split, in passes of its own.
+
+        Raises:
+            PlanError: it does not fit by any plan.
+        """
+        memory = int(MEMORY_PART * self._profile.memory.bytes_per_rank)
+        try:
+            choice = _split_search(self._profile, self.degrees, self._options, memory)(self._trees[tree])
+        except PlanError as error:
+            raise PlanError(f"tree {tree} of the batch: {error}") from error
+        return PlannedTree(tree, choice.candidate, 0, choice.seconds, choice.round_of)
+
+
+@lru_cache(maxsize=16)
+def _batch_table(
+    profile: ClusterProfile, options: RunOptions, degrees: tuple[int, ...], most_lanes: int
+) -> tuple[CostTable, list[tuple[int, int]]]:
+    """Fused candidates, and the columns of each degree."""
+    found: list[Candidate] = []
+    columns: list[tuple[int, int]] = []
+    for degree in degrees:
+        space = candidates("full", (degree,), most_lanes, profile.shape.num_kv_heads)
+        fused = [one for one in space if one.form == "fused" and one.kind != "tree_move_kv"]
+        columns.append((len(found), len(found) + len(fused)))
+        found += fused
+    return cost_table(profile, options, tuple(found)), columns
+
+
+@lru_cache(maxsize=16)
+def _split_search(
+    profile: ClusterProfile, degrees: tuple[int, ...], options: RunOptions, memory: int
+) -> TreeSearch:
+    return TreeSearch(profile, degrees, options, "split", memory)
+
+
+def batch_features(trees: Sequence[TreeLengths], index: FeatureIndex, pairs_per_token: float) -> Floats:
+    """[T, F] as ``tree_features``, but that lanes are filled largest first."""
+    group = np.array([len(tree.responses) for tree in trees])
+    prompt = np.array([tree.prompt for tree in trees], dtype=np.float64)
+    flat = np.fromiter(chain.from_iterable(tree.responses for tree in trees), np.float64, int(group.sum()))
+    place = np.arange(int(group.max())) < group[:, None]
+    responses = np.zeros(place.shape)
+    responses[place] = flat
+    responses = -np.sort(-responses, axis=1)
+    total, squares = responses.sum(axis=1), (responses * responses).sum(axis=1)
+    own = 0.5 * (squares + total)
+    prompt_pairs = 0.5 * prompt * (prompt + 1)
+    lanes = [(total, own)] + [
+        _critical_lanes(responses, prompt + pairs_per_token, s) for s in index.lanes[1:]
+    ]
+    columns = [np.ones_like(prompt), prompt, prompt_pairs, total, prompt * total, own, group]
+    columns += [group * prompt, group * prompt_pairs]
+    columns += [tokens for tokens, _ in lanes]
+    columns += [prompt * tokens for tokens, _ in lanes]
+    columns += [pairs for _, pairs in lanes]
+    works = responses * (pairs_per_token + prompt[:, None] + 0.5 + 0.5 * responses)
+    work = works.sum(axis=1) + prompt * (pairs_per_token + 0.5 * prompt)
+    sums = np.concatenate([np.zeros((len(trees), 1)), responses.cumsum(axis=1)], axis=1)
+    long = np.stack([(responses >= floor).sum(axis=1) for floor in index.zigzag_floors], axis=1)
+    above = np.stack([(works > (work / d)[:, None]).sum(axis=1) for d in index.degrees], axis=1)
+    cut = np.minimum(long, above)
+    rows = np.arange(len(trees))[:, None]
+    return np.concatenate([np.stack(columns, axis=1), long, sums[rows, long], cut, sums[rows, cut]], axis=1)
+
+
+def _critical_lanes(responses: Floats, per_token: Floats, lanes: int) -> tuple[Floats, Floats]:
+    """Tokens and own pairs of each tree's busiest lane, filled largest first; ``responses`` descend."""
+    num_trees, width = responses.shape
+    works = responses * (per_token[:, None] + 0.5 + 0.5 * responses)
+    rows = np.arange(num_trees)
+    load, tokens, squares = (np.zeros((num_trees, lanes)) for _ in range(3))
+    for unit in range(width):
+        lane = load.argmin(axis=1)
+        load[rows, lane] += works[:, unit]
+        tokens[rows, lane] += responses[:, unit]
+        squares[rows, lane] += responses[:, unit] ** 2
+    busiest = load.argmax(axis=1)
+    most = tokens[rows, busiest]
+    return most, 0.5 * (squares[rows, busiest] + most)
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Where each shared tree lies."""
+
+    num_passes: int
+    level: dict[int, int] = field(default_factory=dict)
+    """Index of its degree."""
+    place: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Pass and first rank."""
+    pass_seconds: list[float] = field(default_factory=list)
+    """Of the busiest rank, fixed costs apart."""
+
+    def seconds(self, fixed: float) -> float:
+        return sum(self.pass_seconds) + self.num_passes * fixed
+
+    def passes(self, tasks: _Tasks, fixed: float) -> list[PlannedPass]:
+        trees: list[list[PlannedTree]] = [[] for _ in range(self.num_passes)]
+        for tree in sorted(self.place):
+            number, first_rank = self.place[tree]
+            trees[number].append(tasks.planned(tree, self.level[tree], first_rank))
+        return [
+            PlannedPass(tuple(sorted(one, key=lambda t: (t.first_rank, t.tree))), fixed + seconds)
+            for one, seconds in zip(trees, self.pass_seconds, strict=True)
+            if one
+        ]
+
+
+def _layout(tasks: _Tasks, fixed: float, policy: Policy, degree: int | None) -> _Layout:
+    """The policy's best layout in the fewest passes that hold it, or one more."""
+    best: _Layout | None = None
+    fewest = tasks.fewest_passes
+    solve = {"auto": _by_target, "nsp": _by_beam, "disjoint": _in_groups, "static": _in_groups}[policy]
+    tried = 0
+    for num_passes in range(fewest, fewest + EXTRA_PASSES + len(tasks.shared)):
+        layout = solve(tasks, num_passes, fixed, degree)
+        if layout is None:
+            continue
+        tried += 1
+        if best is None or layout.seconds(fixed) < best.seconds(fixed):
+            best = layout
+        # A pass more is of use where room was short, and costs its fixed seconds.
+        is_tight = tasks.room_taken > TIGHT_PART * num_passes
+        if not is_tight or tried == 2 or best.seconds(fixed) - tasks.lower_bound(fixed) <= fixed:
+            break
+    if best is None:
+        raise PlanError(
+            f"policy {policy} found no passes for {len(tasks.shared)} trees on {tasks.num_ranks} ranks"
+            + (f" at degree {degree}: a tree needs more ranks; raise the degree" if degree else "")
+        )
+    return best
+
+
+def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None) -> _Layout | None:
+    """Ours: trees are laid to meet a target for a pass, with longer and shorter limits for one tree."""
+    mean = tasks.least_seconds / num_passes
+    is_dense = len(tasks.shared) >= DENSE_TREES * num_passes * tasks.num_ranks
+    best: _Layout | None = None
+    target = 1.005 if is_dense else 1.03
+    for limit in DENSE_LIMITS if is_dense else SPARSE_LIMITS:
+        layout = _lay(tasks, target * mean, limit * target * mean, num_passes)
+        if layout is None:
+            if best is None:
+                # Room is short whatever the limit; one more pass has it.
+                return None
+            continue
+        if best is None or sum(layout.pass_seconds) < sum(best.pass_seconds):
+            best = layout
+        reached = sum(best.pass_seconds) / tasks.least_seconds
+        if reached <= 1 + GOOD_GAP:
+            break
+        target = (1 + reached) / 2
+    return best
+
+
+def _lay(tasks: _Tasks, target: float, limit: float, num_passes: int) -> _Layout | None:
+    """Largest tree first, each at the smallest degree that meets the target on its least loaded block with room.
+
+    Where none does, the degree that exceeds it least is taken. None: a tree finds no room.
+
+    Args:
+        target: seconds of a pass.
+        limit: of a tree, where it has a degree that meets it: short trees are easier to balance, and dearer.
+    """
+    blocks = _Blocks(tasks.degrees, num_passes * tasks.num_ranks)
+    layout = _Layout(num_passes)
+    num_levels = len(tasks.degrees)
+    largest_area = tasks.area.min(axis=1)
+    order = sorted(tasks.shared, key=lambda tree: (-float(largest_area[tree]), tree))
+    limits = np.maximum(limit, tasks.seconds.min(axis=1))[:, None]
+    seconds_of = np.where(tasks.seconds <= limits, tasks.seconds, np.inf).tolist()
+    room_of = tasks.room.tolist()
+    # From here on every tree is small: leaves suffice to level them.
+    is_large = np.flatnonzero(tasks.seconds[order, 0] > SMALL_PART * target)
+    num_large = int(is_large[-1]) + 1 if len(is_large) else 0
+    least_needs = np.minimum.accumulate(tasks.room[order][::-1], axis=0)[::-1].tolist()
+    for at, tree in enumerate(order[:num_large]):
+        seconds, rooms = seconds_of[tree], room_of[tree]
+        chosen, least = None, np.inf
+        for level in range(num_levels):
+            if seconds[level] == np.inf:
+                continue
+            found = blocks.lightest(level, rooms[level], least_needs[at][level])
+            if found is None:
+                continue
+            load = blocks.loads[level][found] + seconds[level]
+            if load < least:
+                chosen, least = (level, found), load
+            if load <= target:
+                break
+        if chosen is None:
+            return None
+        level, block = chosen
+        blocks.put(level, block, seconds[level], rooms[level])
+        layout.level[tree] = level
+        layout.place[tree] = divmod(block * tasks.degrees[level], tasks.num_ranks)
+    return _fill_leaves(tasks, order[num_large:], blocks, layout)
+
+
+def _fill_leaves(tasks: _Tasks, order: list[int], blocks: _Blocks, layout: _Layout) -> _Layout | None:
+    """The small trees, each whole on the least loaded rank with room."""
+    loads, rooms = blocks.loads[0], blocks.rooms[0]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    seconds, needs = tasks.seconds[:, 0].tolist(), tasks.room[:, 0].tolist()
+    num_ranks = tasks.num_ranks
+    for tree in order:
+        need, passed = needs[tree], []
+        while heap and rooms[heap[0][1]] + need > 1.0:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + seconds[tree], rank))
+        loads[rank] = load + seconds[tree]
+        rooms[rank] += need
+        layout.level[tree], layout.place[tree] = 0, divmod(rank, num_ranks)
+        for one in passed:
+            heapq.heappush(heap, one)
+    layout.pass_seconds = [max(loads[first : first + num_ranks]) for first in range(0, len(loads), num_ranks)]
+    return layout
+
+
+class _Blocks:
+    """Ranks of all passes side by side, and for each degree the load and room of its aligned blocks.
+
+    A block's load is that of its busiest rank. Heaps find the lightest; an entry whose load is out of date is dropped
+    when it comes up.
+    """
+
+    def __init__(self, degrees: tuple[int, ...], num_slots: int) -> None:
+        self._degrees = degrees
+        self.loads = [[0.0] * (num_slots // degree) for degree in degrees]
+        self.rooms = [[0.0] * (num_slots // degree) for degree in degrees]
+        self._heaps = [[(0.0, block) for block in range(num_slots // degree)] for degree in degrees]
+
+    def lightest(self, level: int, need: float, least_need: float) -> int | None:
+        """The least loaded block of a level that has room for ``need``, or None after ``MOST_LOOKS`` without.
+
+        Args:
+            least_need: blocks without room for that are left out from now on.
+        """
+        heap, loads, rooms = self._heaps[level], self.loads[level], self.rooms[level]
+        passed: list[tuple[float, int]] = []
+        found = None
+        while heap and len(passed) < MOST_LOOKS:
+            load, block = heap[0]
+            room = rooms[block]
+            if load != loads[block] or room + least_need > 1.0:
+                heapq.heappop(heap)
+            elif room + need > 1.0:
+                passed.append(heapq.heappop(heap))
+            else:
+                found = block
+                break
+        for one in passed:
+            heapq.heappush(heap, one)
+        return found
+
+    def put(self, level: int, block: int, seconds: float, need: float) -> None:
+        """Add a tree to all ranks of a block."""
+        degree = self._degrees[level]
+        for lower in range(level + 1):
+            factor = degree // self._degrees[lower]
+            loads, rooms, heap = self.loads[lower], self.rooms[lower], self._heaps[lower]
+            for inner in range(block * factor, (block + 1) * factor):
+                loads[inner] += seconds
+                rooms[inner] += need
+                heapq.heappush(heap, (loads[inner], inner))
+        load, room = self.loads[level][block], self.rooms[level][block]
+        for upper in range(level + 1, len(self._degrees)):
+            outer = block * degree // self._degrees[upper]
+            loads, rooms = self.loads[upper], self.rooms[upper]
+            if room > rooms[outer]:
+                rooms[outer] = room
+            if load > loads[outer]:
+                loads[outer] = load
+                heapq.heappush(self._heaps[upper], (load, outer))
+
+
+BEAM_PREFIX = 128
+BEAM_WIDTH = 16
+
+
+def _by_beam(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None) -> _Layout | None:
+    """The best of NSP's plans over its largest admissible degree, which is the user's to set there."""
+    best: _Layout | None = None
+    for most in range(1, len(tasks.degrees) + 1):
+        layout = _beam(tasks, num_passes, most)
+        if layout is not None and (best is None or layout.seconds(fixed) < best.seconds(fixed)):
+            best = layout
+    return best
+
+
+def _beam(tasks: _Tasks, num_passes: int, num_levels: int) -> _Layout | None:
+    """NSP's Algorithm 1: the longest ``BEAM_PREFIX`` trees by beam search over the SP tree's nodes, the rest on leaves.
+
+    Passes are further copies of the SP tree. Of a level's nodes only the least loaded with room is tried, since nodes
+    of equal load lead to equal states. States of equal critical load are ordered by total load.
+    """
+    order = sorted(tasks.shared, key=lambda tree: (-float(tasks.area[tree].min()), tree))
+    slots = num_passes * tasks.num_ranks
+    loads, rooms = np.zeros((1, slots)), np.zeros((1, slots))
+    history: list[list[tuple[int, int]]] = [[]]
+    for tree in order[:BEAM_PREFIX]:
+        found: list[tuple[float, float, int, int, int]] = []
+        for level, width in enumerate(tasks.degrees[:num_levels]):
+            seconds, need = float(tasks.seconds[tree, level]), float(tasks.room[tree, level])
+            if not np.isfinite(seconds):
+                continue
+            block = loads.reshape(len(loads), -1, width).max(axis=2)
+            taken = rooms.reshape(len(rooms), -1, width).max(axis=2)
+            block = np.where(taken + need <= 1.0, block, np.inf)
+            least = block.argmin(axis=1)
+            for state, node in enumerate(least.tolist()):
+                if np.isfinite(block[state, node]):
+                    critical = max(float(loads[state].max()), float(block[state, node]) + seconds)
+                    total = float(loads[state].sum()) + width * seconds
+                    found.append((critical, total, state, level, node))
+        if not found:
+            return None
+        found.sort()
+        kept = found[:BEAM_WIDTH]
+        states = [state for _, _, state, _, _ in kept]
+        loads, rooms = loads[states].copy(), rooms[states].copy()
+        history = [[*history[state], (level, node)] for _, _, state, level, node in kept]
+        for row, (_, _, _, level, node) in enumerate(kept):
+            width = tasks.degrees[level]
+            loads[row, node * width : (node + 1) * width] += tasks.seconds[tree, level]
+            rooms[row, node * width : (node + 1) * width] += tasks.room[tree, level]
+    return _complete(tasks, order, loads, rooms, history, num_passes)
+
+
+def _complete(
+    tasks: _Tasks,
+    order: list[int],
+    loads: Floats,
+    rooms: Floats,
+    history: list[list[tuple[int, int]]],
+    num_passes: int,
+) -> _Layout | None:
+    """The tail, tree by tree, on the least loaded leaf with room; where a leaf cannot hold it, on the least node."""
+    rows = np.arange(len(loads))
+    for tree in order[BEAM_PREFIX:]:
+        level = int(np.isfinite(tasks.seconds[tree]).argmax())
+        width = tasks.degrees[level]
+        seconds, need = tasks.seconds[tree, level], tasks.room[tree, level]
+        block = loads.reshape(len(loads), -1, width).max(axis=2)
+        taken = rooms.reshape(len(rooms), -1, width).max(axis=2)
+        block = np.where(taken + need <= 1.0, block, np.inf)
+        node = block.argmin(axis=1)
+        for row in rows.tolist():
+            span = slice(int(node[row]) * width, (int(node[row]) + 1) * width)
+            loads[row, span] += seconds if np.isfinite(block[row, node[row]]) else np.inf
+            rooms[row, span] += need
+            history[row].append((level, int(node[row])))
+    best = int(loads.max(axis=1).argmin())
+    if not np.isfinite(loads[best].max()):
+        return None
+    layout = _Layout(num_passes, pass_seconds=loads[best].reshape(num_passes, -1).max(axis=1).tolist())
+    for tree, (level, node) in zip(order, history[best], strict=True):
+        first = node * tasks.degrees[level]
+        layout.level[tree], layout.place[tree] = level, divmod(first, tasks.num_ranks)
+    return layout
+
+
+def _in_groups(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None) -> _Layout | None:
+    """Groups that keep their size during a pass: one size (``degree``), or the best of two sizes (FlexSP)."""
+    best: _Layout | None = None
+    for groups in _group_sizes(tasks, degree):
+        layout = _fill_groups(tasks, groups, num_passes)
+        if layout is not None and (best is None or layout.seconds(fixed) < best.seconds(fixed)):
+            best = layout
+    return best
+
+
+def _group_sizes(tasks: _Tasks, degree: int | None) -> list[list[int]]:
+    """Levels of the groups of a pass, largest first: all of one size, or of two sizes in eighths of the ranks."""
+    if degree is not None:
+        return [[tasks.degrees.index(degree)] * (tasks.num_ranks // degree)]
+    found = []
+    for small, few in enumerate(tasks.degrees):
+        for large in range(small, len(tasks.degrees)):
+            many = tasks.degrees[large]
+            step = max(1, tasks.num_ranks // many // 8)
+            counts = range(step, tasks.num_ranks // many, step) if large > small else [0]
+            for count in counts:
+                found.append([large] * count + [small] * ((tasks.num_ranks - count * many) // few))
+    return found
+
+
+def _fill_groups(tasks: _Tasks, groups: list[int], num_passes: int) -> _Layout | None:
+    """Longest tree first to the group that would be done with it first."""
+    levels = np.array(groups * num_passes)
+    widths = np.array(tasks.degrees)[levels]
+    firsts = (widths.cumsum() - widths) % tasks.num_ranks
+    passes = np.repeat(np.arange(num_passes), len(groups))
+    loads, rooms = np.zeros(len(levels)), np.zeros(len(levels))
+    layout = _Layout(num_passes)
+    for tree in sorted(tasks.shared, key=lambda tree: (-float(tasks.area[tree].min()), tree)):
+        done = loads + tasks.seconds[tree, levels]
+        full: Bools = rooms + tasks.room[tree, levels] > 1.0
+        done[full] = np.inf
+        group = int(done.argmin())
+        if not np.isfinite(done[group]):
+            return None
+        loads[group] = done[group]
+        rooms[group] += tasks.room[tree, levels[group]]
+        layout.level[tree] = int(levels[group])
+        layout.place[tree] = int(passes[group]), int(firsts[group])
+    layout.pass_seconds = [float(loads[passes == number].max()) for number in range(num_passes)]
+    return layout
