@@ -43,18 +43,23 @@ def _parser() -> argparse.ArgumentParser:
         prog="treecp-rl", description="Train each GRPO prompt once: a backend for verl."
     )
     parser.add_argument("--version", action="version", version=f"treecp-rl {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="train | verify | doctor | bench")
+    commands = parser.add_subparsers(
+        title="commands", metavar="train | verify | doctor | plan | simulate | bench"
+    )
     commands.add_parser("train", help="run GRPO; takes Hydra overrides, as python -m treecp_rl.train does")
     _add_verify(commands.add_parser("verify", help="compare every gradient with a dense float64 reference"))
     _add_doctor(
         commands.add_parser("doctor", help="check versions, plugin, Ray and a config; name each mend")
     )
+    _add_plan(commands.add_parser("plan", help="plan a batch from its lengths; explain and draw the plan"))
+    _add_simulate(commands.add_parser("simulate", help="predict the paper's figures on estimated clusters"))
     bench = commands.add_parser(
         "bench", help="measure against verl's own engine, PrefixGrouper and other plans"
     )
-    benchmarks = bench.add_subparsers(title="benchmarks", metavar="step | cp", required=True)
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="step | cp | plan", required=True)
     _add_bench_step(benchmarks.add_parser("step"))
     _add_bench_cp(benchmarks.add_parser("cp"))
+    _add_bench_plan(benchmarks.add_parser("plan"))
     return parser
 
 
@@ -151,6 +156,58 @@ def _add_bench_cp(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_bench_cp)
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plans a batch of groups on one domain: which trees share a pass, on which ranks each runs and what moves. "
+        "Predictions are as good as the profile: shipped ones are estimates."
+    )
+    parser.add_argument(
+        "--lengths", required=True, metavar="FILE", help="CSV group,prompt,response; JSON lines; a verl dump"
+    )
+    parser.add_argument("--ranks", type=_positive, required=True, metavar="N", help="ranks of the domain")
+    parser.add_argument("--profile", default="h100", metavar="NAME|FILE", help="shipped: h100, h200")
+    parser.add_argument("--model", metavar="NAME", help="estimate for another model on --profile's hardware")
+    parser.add_argument("--policy", choices=["auto", "nsp", "disjoint", "static"], default="auto")
+    parser.add_argument("--degree", type=_positive, metavar="D", help="of policy static")
+    parser.add_argument("--effort", choices=["fast", "thorough"], default="fast")
+    parser.add_argument("--tokens-per-rank", type=_positive, metavar="N", help="budget of a pass")
+    parser.add_argument("--no-checkpointing", action="store_true", help="layers keep their activations")
+    parser.add_argument("--forward-only", action="store_true", help="log-probs, no gradients")
+    parser.add_argument(
+        "--compare", action="store_true", help="what other policies and no sharing would cost"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="write an SVG: one row a rank")
+    parser.add_argument(
+        "--characters-per-token", type=float, metavar="X", help="turns the texts of a verl dump into lengths"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON only")
+    parser.set_defaults(command=_plan)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Every method's predicted step time at the sizes of AugTree's figures, with honest packed baselines."
+    )
+    parser.add_argument("--hardware", default="h100", help="h100 or h200")
+    parser.add_argument("--ranks", default="8,32", metavar="N,...", help="8 to 1024")
+    parser.add_argument("--figures", default="10,14,16,18", metavar="N,...")
+    parser.add_argument("--json", action="store_true", help="print the points as JSON only")
+    parser.set_defaults(command=_simulate)
+
+
+def _add_bench_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Time to plan trees and batches, gaps to the lower bound, and peers' plans on equal costs."
+    )
+    parser.add_argument("--profile", default="h100", metavar="NAME|FILE")
+    parser.add_argument("--repeats", type=_positive, default=7, help="timed after one for warming up")
+    parser.add_argument("--seeds", type=_positive, default=3, help="batches of each kind")
+    parser.add_argument("--peers", action="store_true", help="also the other policies on small batches")
+    parser.add_argument("--output", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON only")
+    parser.set_defaults(command=_bench_plan)
+
+
 def _positive(text: str) -> int:
     """A whole number of 1 or more; argparse turns the refusal into a usage line that names the flag."""
     number = int(text)
@@ -244,6 +301,55 @@ def _bench_cp(options: argparse.Namespace) -> int:
     if options.output is not None:
         Path(options.output).write_text(file_text(report))
     _print(report.as_json(), render(report), options.json)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from treecp_rl.bench.plan import PlanRequest, answer
+
+    found = answer(
+        PlanRequest(
+            lengths=options.lengths,
+            ranks=options.ranks,
+            profile=options.profile,
+            model=options.model,
+            policy=options.policy,
+            degree=options.degree,
+            effort=options.effort,
+            tokens_per_rank=options.tokens_per_rank,
+            checkpointing=not options.no_checkpointing,
+            forward_only=options.forward_only,
+            compare=options.compare,
+            picture=options.picture,
+            characters_per_token=options.characters_per_token,
+        )
+    )
+    _print(found.record, found.text, options.json)
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from treecp_rl.simulator.figures import as_json, render, simulate
+
+    try:
+        ranks = [int(count) for count in options.ranks.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--ranks {options.ranks!r}: write whole numbers, such as 8,32") from error
+    points = simulate(options.hardware, ranks, options.figures.split(","))
+    _print(as_json(points, options.hardware), render(points, options.hardware), options.json)
+    return 0
+
+
+def _bench_plan(options: argparse.Namespace) -> int:
+    from treecp_rl.bench.plan import BenchOptions, measure, render, write
+
+    report = measure(
+        BenchOptions(options.profile, options.repeats, options.seeds, options.peers),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.output is not None:
+        write(report, options.output)
+    _print(report, render(report), options.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Proves that batch plans cover the batch, keep their budgets and bounds, beat their peers, lower and pass the checks."""
+"""Proves that batch plans cover the batch, keep budgets and bounds, match their peers, lower and pass the checks."""
 
 import math
 import random

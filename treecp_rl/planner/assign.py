@@ -89,8 +89,8 @@ def assign_grid(
         None where no assignment was found.
     """
     free = assign(works, lanes, num_nodes)
-    round_of = cut_into_rounds(tokens, free.lane_of, capacity)
-    if round_of is not None and max(round_of) < rounds:
+    round_of = cut_into_rounds(tokens, free.lane_of, rounds, capacity)
+    if round_of is not None:
         return Grid(free, round_of)
     if max(tokens) > capacity:
         return None
@@ -108,8 +108,8 @@ def assign_grid(
                 exact_rounds[unit] = its_round
         return Grid(Lanes(capped.lane_of, capped.makespan, free.lower_bound), tuple(exact_rounds))
     lane_of = largest_first(tokens, lanes)
-    round_of = cut_into_rounds(tokens, lane_of, capacity)
-    if round_of is None or max(round_of) >= rounds:
+    round_of = cut_into_rounds(tokens, lane_of, rounds, capacity)
+    if round_of is None:
         return None
     makespan = max(loads_of(works, lane_of, lanes))
     return Grid(Lanes(tuple(lane_of), makespan, free.lower_bound), round_of)
@@ -256,20 +256,38 @@ def _branch(
     return best, makespan, is_optimal
 
 
-def cut_into_rounds(tokens: Sequence[int], lane_of: Sequence[int], capacity: float) -> tuple[int, ...] | None:
-    """Round of each unit, so that no lane holds more than ``capacity`` tokens in a round; None: a unit is larger.
+def cut_into_rounds(
+    tokens: Sequence[int], lane_of: Sequence[int], rounds: int, capacity: float
+) -> tuple[int, ...] | None:
+    """Round of each unit, so that no lane holds more than ``capacity`` tokens in a round; None: none was found.
 
-    First fit, largest first: lanes are cut one by one, since memory is a lane's own.
+    Lanes are cut one by one, since memory is a lane's own: evenly, and first fit where even rounds do not fit.
     """
     round_of = [0] * len(tokens)
-    room: dict[int, list[float]] = {}
+    for lane in set(lane_of):
+        units = [unit for unit, its in enumerate(lane_of) if its == lane]
+        of_lane = [tokens[unit] for unit in units]
+        cut = largest_first(of_lane, rounds)
+        if max(loads_of(of_lane, cut, rounds)) > capacity:
+            first = _first_fit(of_lane, capacity)
+            if first is None or max(first) >= rounds:
+                return None
+            cut = first
+        for unit, its_round in zip(units, cut, strict=True):
+            round_of[unit] = its_round
+    return tuple(round_of)
+
+
+def _first_fit(tokens: Sequence[int], capacity: float) -> list[int] | None:
+    """Bin of each unit, largest first; None: one is larger than a bin."""
+    room: list[float] = []
+    found = [0] * len(tokens)
     for unit in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
         if tokens[unit] > capacity:
             return None
-        free = room.setdefault(lane_of[unit], [])
-        fit = next((i for i, left in enumerate(free) if left >= tokens[unit]), len(free))
-        if fit == len(free):
-            free.append(capacity)
-        free[fit] -= tokens[unit]
-        round_of[unit] = fit
-    return tuple(round_of)
+        fit = next((i for i, left in enumerate(room) if left >= tokens[unit]), len(room))
+        if fit == len(room):
+            room.append(capacity)
+        room[fit] -= tokens[unit]
+        found[unit] = fit
+    return found
