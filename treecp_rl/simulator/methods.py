@@ -16,7 +16,6 @@ from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.planner.schedule_batch import Policy, plan_batch
 from treecp_rl.planner.search import DEFAULT_OPTIONS, TreeLengths, TreeSearch, Workload, tree_features
 
-
 MOST_DEGREE = 128
 """Largest degree that Algorithm 1 tries for one tree."""
 
@@ -75,14 +74,10 @@ def _fused_ring(tree: TreeLengths, cluster: Cluster) -> float:
     return score(tree, Candidate("fused", kind, cluster.num_ranks), cluster)
 
 
-def _best(space: str) -> Callable[[TreeLengths, Cluster], float]:
+def _best(space: Space) -> Callable[[TreeLengths, Cluster], float]:
     def seconds(tree: TreeLengths, cluster: Cluster) -> float:
-        # Only the whole cluster's degree: a tree alone leaves other ranks nothing to do.
-        degrees = tuple(d for d in (1, 2, 4, 8, 16, 32, 64, 128) if d <= cluster.num_ranks)
-        search = TreeSearch(
-            cluster.profile, degrees, cluster.options, "full" if space == "full" else "augtree"
-        )
-        return search(tree).seconds
+        degrees = powers_of_two(min(MOST_DEGREE, cluster.num_ranks))
+        return TreeSearch(cluster.profile, degrees, cluster.options, space)(tree).seconds
 
     return seconds
 
