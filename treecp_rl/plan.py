@@ -131,7 +131,7 @@ class Schedule:
         return sha256(numbers.tobytes()).hexdigest()[:8]
 
 
-Kind = Literal["local", "gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused"]
+Kind = Literal["local", "gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused"]
 
 
 @dataclass(frozen=True, slots=True)

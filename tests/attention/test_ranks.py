@@ -24,7 +24,7 @@ from treecp_rl.planner.cost import ModelShape, bytes_sent
 from treecp_rl.planner.lower import lower
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
-KINDS = ("gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
+KINDS = ("gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
 SHAPES = {
     "ragged": trees((130, [9, 1, 30, 170, 2])),
     "prompt-heavy": trees((400, [5, 4])),

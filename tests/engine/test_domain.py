@@ -23,6 +23,7 @@ VARIANTS = {
         mode: {"mode": mode}
         for mode in (
             "gather",
+            "gather_whole",
             "heads",
             "reuse_ring",
             "tree_move_kv",

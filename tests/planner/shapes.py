@@ -2,7 +2,7 @@
 
 from treecp_rl.plan import Decision, Node, Schedule
 
-KINDS = ("gather", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
+KINDS = ("gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
 
 
 def trees(*groups):

@@ -82,8 +82,32 @@ def test_equal_responses_that_fill_the_ranks_stay_whole():
 def test_random_shapes_are_even_in_work(prompt, responses, degree):
     """Within the limit or two tokens; a prompt too short for a zigzag may come on top, whole as it is."""
     total = place.work(0, prompt) + sum(place.work(prompt, response) for response in responses)
-    whole = 0 if prompt >= 2 * degree * place.ZIGZAG_FLOOR else place.work(0, prompt)
+    whole = 0 if prompt >= 2 * degree * place.ROOT_ZIGZAG_FLOOR else place.work(0, prompt)
     assume(whole <= total / degree)
     work, _ = unevenness(*gather((prompt, responses), degree))
     last_token = place.TOKEN_PAIRS + prompt + max(responses)
     assert (work - 1) * total / degree <= max(0.01 * total / degree, 2 * last_token) + whole
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("budget", [2048, 4096, 8192])
+@pytest.mark.parametrize("prompt_part", [50 / 51, 3 / 4, 1 / 4, 1 / 8])
+def test_no_placement_of_the_baselines_that_is_as_even_moves_fewer_tokens(prompt_part, budget, degree):
+    """Of one group of 8: gather against the baselines within its limits, gather_whole against those within 1.05."""
+    prompt = round(budget / 8 * prompt_part)
+    draw = random.Random(budget)
+    mean = max(1, budget // 8 - prompt)
+    nodes = trees((prompt, [max(1, round(mean * draw.uniform(0.5, 1.5))) for _ in range(8)]))
+
+    def lowered(kind):
+        schedule = lower(nodes, [decision(kind, degree)], degree)
+        moved = sum(move.num_tokens for stage in schedule.stages for move in stage.moves)
+        return moved, *unevenness(nodes, schedule)
+
+    rivals = [lowered(kind) for kind in ("ring", "tree_move_kv", "move_q", "dcp_fused")]
+    even = [
+        moved for moved, work, tokens in rivals if work <= place.WORK_LIMIT and tokens <= place.TOKEN_LIMIT
+    ]
+    assert lowered("gather")[0] <= min(even, default=1 << 60)
+    fair = [moved for moved, work, _ in rivals if work <= 1.05]
+    assert lowered("gather_whole")[0] <= min(fair, default=1 << 60)

@@ -54,7 +54,7 @@ def moved_tokens(kind, degree, lanes):
     in_lane = degree // lanes
     if kind == "ring":
         return (degree - 1) * PROMPT + ring * TOTAL, 0
-    if kind == "gather":
+    if kind in ("gather", "gather_whole"):
         return (degree - 1) * PROMPT, 0
     if kind == "tree_move_kv":
         return (degree - 1) * PROMPT + 3 * (in_lane - 1) / 4 * TOTAL, 0

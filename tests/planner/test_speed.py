@@ -15,6 +15,7 @@ SECONDS = 0.050 * 3
 
 TILES_AT_8_RANKS = {
     "gather": 392,
+    "gather_whole": 392,
     "heads": 7505,
     "ring": 21228,
     "tree_move_kv": 8612,

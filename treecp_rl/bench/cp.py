@@ -33,7 +33,7 @@ class BenchOptions:
     """What `treecp-rl bench cp` was asked for."""
 
     world_sizes: tuple[int, ...] = (2, 4)
-    budgets: tuple[int, ...] = (8192, 12288, 16384, 24576, 32768)
+    budgets: tuple[int, ...] = (12288, 16384, 24576, 28672, 32768)
     """G (P + R) of a point, before ``scale``."""
     scale: float = 0.125
     shapes: tuple[str, ...] = tuple(SHAPES)

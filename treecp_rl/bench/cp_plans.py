@@ -15,7 +15,7 @@ from treecp_rl.planner.cost import ModelShape, bytes_sent
 from treecp_rl.planner.place import TOKEN_PAIRS
 from treecp_rl.tree import Row, pack
 
-OUR_KINDS: tuple[Mode, ...] = ("gather", "heads", "auto", "split")
+OUR_KINDS: tuple[Mode, ...] = ("gather", "gather_whole", "heads", "auto", "split")
 BASELINE_KINDS: tuple[Mode, ...] = (
     "flat_ring",
     "reuse_ring",

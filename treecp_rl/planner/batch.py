@@ -13,6 +13,7 @@ Mode = Literal[
     "split",
     "local",
     "gather",
+    "gather_whole",
     "heads",
     "reuse_ring",
     "tree_move_kv",

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from treecp_rl.plan import Decision, Kind
 from treecp_rl.planner.cost import ModelShape
-from treecp_rl.planner.place import ZIGZAG_FLOOR
+from treecp_rl.planner.place import ROOT_ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile, Form, Link
 
 Floats = npt.NDArray[np.float64]
@@ -128,7 +128,7 @@ class FeatureIndex:
         names += [f"{what}/{d}" for what in _ZIGZAG_FEATURES for d in degrees]
         self.position = {name: i for i, name in enumerate(names)}
         self.size = len(names)
-        self.zigzag_floors = [2 * d * ZIGZAG_FLOOR for d in degrees]
+        self.zigzag_floors = [2 * d * ROOT_ZIGZAG_FLOOR for d in degrees]
         """Fewest tokens of a node that is cut over so many ranks."""
 
     def unit(self, name: str) -> Floats:

@@ -16,7 +16,16 @@ from typing import NamedTuple
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision, Move, Node, Schedule, Segment, Span, Stage, Tile
 from treecp_rl.planner.check import STATE_DELAY
-from treecp_rl.planner.place import Tree, place_blocks, place_lanes, place_whole, place_zigzag, trees_of
+from treecp_rl.planner.place import (
+    Tree,
+    place_blocks,
+    place_lanes,
+    place_uncut,
+    place_whole,
+    place_zigzag,
+    placements,
+    trees_of,
+)
 
 
 def lower_local(nodes: Sequence[Node], *, roots_are_resident: bool = False) -> Schedule:
@@ -79,9 +88,12 @@ def lower(
     for number, (tree, decision) in enumerate(zip(trees, decisions, strict=True)):
         root_is_resident = number in resident_trees
         _require_ranks(tree, decision, world_size)
-        owned = _place(tree, decision, root_is_resident)
+        lowered = [
+            (owned, _stages(tree, _pieces(tree, owned), decision, root_is_resident))
+            for owned in _placements(tree, decision, root_is_resident)
+        ]
+        owned, stages = min(lowered, key=lambda one: one[1].num_moved_tokens)
         segments += owned
-        stages = _stages(tree, _pieces(tree, owned), decision, root_is_resident)
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
         for stage, computed in stages.tiles.items():
@@ -119,12 +131,21 @@ def _require_ranks(tree: Tree, decision: Decision, world_size: int) -> None:
         )
 
 
+def _placements(tree: Tree, decision: Decision, root_is_resident: bool) -> list[list[Segment]]:
+    """Ways to place a tree, all as good by the work of their ranks."""
+    if decision.kind == "gather":
+        return placements(tree, list(decision.ranks), root_is_resident)
+    return [_place(tree, decision, root_is_resident)]
+
+
 def _place(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Segment]:
     ranks = list(decision.ranks)
     if decision.kind == "ring":
         return place_zigzag(tree, ranks, root_is_resident)
     if decision.kind in ("tree_move_kv", "heads"):
         return place_lanes(tree, ranks, decision.lanes, root_is_resident)
+    if decision.kind == "gather_whole":
+        return place_uncut(tree, ranks, root_is_resident)
     if decision.kind == "dcp_fused":
         if root_is_resident:
             raise PlanError(
@@ -238,6 +259,10 @@ class _Stages:
     def __init__(self) -> None:
         self.moves: dict[int, list[Move]] = defaultdict(list)
         self.tiles: dict[int, list[Tile]] = defaultdict(list)
+
+    @property
+    def num_moved_tokens(self) -> int:
+        return sum(move.num_tokens for moves in self.moves.values() for move in moves)
 
     def meet(
         self, worker: int, keys: Sequence[_Key], queries: Sequence[_Query], part: int = 0, parts: int = 1

@@ -15,6 +15,8 @@ TOKEN_PAIRS = 1856
 """Pairs taken to cost as much as one token's linear layers: an assumption until a profile says better."""
 ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
+ROOT_ZIGZAG_FLOOR = 8
+"""The same of a root: there is one, and every rank waits for a prompt that is whole on another."""
 BALANCE_TOLERANCE = 0.005
 """Work above the mean that a rank may take to keep a response whole."""
 WORK_LIMIT = 1.01
@@ -23,6 +25,8 @@ TOKEN_LIMIT = 1.15
 """Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
 STEADY_SHARE = 1 / 64
 """Part of a rank's share that short nodes may pile up on one rank of a zigzag before the next has its turn."""
+MOST_STEPS = 500
+"""Of one search for an even placement without cuts."""
 CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0, float("inf"))
 """``place_whole`` cuts nodes zigzag whose work exceeds this part of a rank's share, until both limits hold. None
 at all comes last: equal chunks of a short node may differ by more work than the limit allows."""
@@ -138,12 +142,14 @@ def _excess(loads: Iterable[int]) -> float:
     return max(per_rank) * len(per_rank) / total - 1 if total else 0.0
 
 
-def zigzag(start: int, stop: int, ranks: Sequence[int], light: int) -> list[Segment]:
+def zigzag(
+    start: int, stop: int, ranks: Sequence[int], light: int, floor: int = ZIGZAG_FLOOR
+) -> list[Segment]:
     """2d chunks, rank i owning the i-th from either end, so that causal work is even.
 
-    A span too short for that goes whole to rank ``light``.
+    A span whose chunks would have less than ``floor`` tokens goes whole to rank ``light``.
     """
-    if len(ranks) == 1 or not _is_long(stop - start, ranks):
+    if len(ranks) == 1 or stop - start < 2 * len(ranks) * floor:
         return [Segment(light, start, stop)]
     chunks = 2 * len(ranks)
     borders = [start + (stop - start) * i // chunks for i in range(chunks + 1)]
@@ -161,7 +167,8 @@ def _with_root(tree: Tree, ranks: Sequence[int], is_resident: bool) -> _Load:
     A resident root costs its ranks nothing any more.
     """
     load = _Load(tree, ranks)
-    load.place(0, zigzag(tree.root.start, tree.root.stop, ranks, ranks[0]), is_free=is_resident)
+    chunks = zigzag(tree.root.start, tree.root.stop, ranks, ranks[0], ROOT_ZIGZAG_FLOOR)
+    load.place(0, chunks, is_free=is_resident)
     return load
 
 
@@ -178,6 +185,10 @@ def place_lanes(
     tree: Tree, ranks: Sequence[int], lanes: int, root_is_resident: bool = False
 ) -> list[Segment]:
     """Root zigzag over all ranks, each path below it zigzag over the ranks of one lane, largest path first."""
+    return _place_lanes(tree, ranks, lanes, root_is_resident).segments
+
+
+def _place_lanes(tree: Tree, ranks: Sequence[int], lanes: int, root_is_resident: bool) -> _Load:
     per_lane = len(ranks) // lanes
     lane_ranks = [ranks[lane * per_lane : (lane + 1) * per_lane] for lane in range(lanes)]
     lane_load = [(0, lane) for lane in range(lanes)]
@@ -190,7 +201,79 @@ def place_lanes(
             node = tree.nodes[index]
             light = load.steady(lane_ranks[lane], works[0] / len(ranks) * STEADY_SHARE)
             load.place(index, zigzag(node.start, node.stop, lane_ranks[lane], light))
+    return load
+
+
+def placements(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[list[Segment]]:
+    """Placements of ``gather`` to choose among: ``place_whole``'s, and even ones that cut nothing, or in lanes.
+
+    A cut moves the K/V before it, a whole subtree moves nothing of its own. And what a rank holds beside its root
+    chunks decides how much of the root must come to it: the first rank needs all of it anyhow.
+    """
+    others = [_place_uncut(tree, ranks, root_is_resident, fills_up) for fills_up in (False, True)]
+    others += [
+        _place_lanes(tree, ranks, lanes, root_is_resident)
+        for lanes in range(2, len(ranks))
+        if len(ranks) % lanes == 0
+    ]
+    even = [load.segments for load in others if load is not None and load.excess() <= 1]
+    return [place_whole(tree, ranks, root_is_resident), *even]
+
+
+def place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
+    """Root zigzag, every subtree below it whole, largest first, whatever the balance."""
+    load = _with_root(tree, ranks, root_is_resident)
+    works = _subtree_work(tree, frozenset())
+    for top in sorted(tree.children(0), key=lambda top: (-works[top], top)):
+        rank = load.lightest()
+        for index in range(top, tree.ends[top]):
+            load.place(index, [Segment(rank, tree.nodes[index].start, tree.nodes[index].stop)])
     return load.segments
+
+
+def _place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool, fills_up: bool) -> _Load | None:
+    """Root zigzag, every subtree below it whole, no rank above ``WORK_LIMIT``; None if a short search finds none.
+
+    Args:
+        fills_up: ranks are tried in their order, else the lightest first.
+    """
+    load = _with_root(tree, ranks, root_is_resident)
+    works = _subtree_work(tree, frozenset())
+    tops = sorted(tree.children(0), key=lambda top: (-works[top], top))
+    room = WORK_LIMIT * (sum(load.work.values()) + sum(works[top] for top in tops)) / len(ranks)
+    loads = [load.work[rank] for rank in ranks]
+    chosen: list[int] = []
+    steps = 0
+
+    def fit(index: int) -> bool:
+        """Depth first: place subtree ``index`` and all after it."""
+        nonlocal steps
+        if index == len(tops):
+            return True
+        order = range(len(ranks)) if fills_up else sorted(range(len(ranks)), key=lambda i: (loads[i], i))
+        tried = set()
+        for i in order:
+            steps += 1
+            if steps > MOST_STEPS:
+                return False
+            if loads[i] in tried or loads[i] + works[tops[index]] > room:
+                continue
+            tried.add(loads[i])
+            loads[i] += works[tops[index]]
+            chosen.append(i)
+            if fit(index + 1):
+                return True
+            chosen.pop()
+            loads[i] -= works[tops[index]]
+        return False
+
+    if len(tops) > MOST_STEPS or not fit(0):
+        return None
+    for top, i in zip(tops, chosen, strict=True):
+        for index in range(top, tree.ends[top]):
+            node = tree.nodes[index]
+            load.place(index, [Segment(ranks[i], node.start, node.stop)])
+    return load
 
 
 def place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
