@@ -151,11 +151,10 @@ def _tree_case(
 
 
 def _sized(num_tokens: int, group_size: int, seed: int) -> TreeLengths:
-    """A reasoning group scaled to about half prompt, half responses."""
+    """Half prompt, half responses, which are a reasoning group's, scaled."""
     (tree,) = draw_batch("reasoning", 1, group_size, seed)
     scale = num_tokens / 2 / sum(tree.responses)
-    prompt = max(1, round(num_tokens / 2 * tree.prompt / 320))
-    return TreeLengths(prompt, tuple(max(1, round(one * scale)) for one in tree.responses))
+    return TreeLengths(num_tokens // 2, tuple(max(1, round(one * scale)) for one in tree.responses))
 
 
 def _batch_cases(

@@ -115,15 +115,25 @@ def assign_grid(
     return Grid(Lanes(tuple(lane_of), makespan, free.lower_bound), round_of)
 
 
-def largest_first(works: Sequence[float], lanes: int) -> list[int]:
-    """Each unit, the largest first, to the lightest lane: at most 4/3 - 1/(3 s) of the best (Graham 1969)."""
+def largest_first(works: Sequence[float], lanes: int, order: Sequence[int] | None = None) -> list[int]:
+    """Each unit, the largest first, to the lightest lane: at most 4/3 - 1/(3 s) of the best (Graham 1969).
+
+    Args:
+        order: units, largest first, if the caller has them.
+    """
     heap = [(0.0, lane) for lane in range(lanes)]
     lane_of = [0] * len(works)
-    for unit in sorted(range(len(works)), key=works.__getitem__, reverse=True):
+    replace = heapq.heapreplace
+    for unit in order or by_size(works):
         load, lane = heap[0]
-        heapq.heapreplace(heap, (load + works[unit], lane))
+        replace(heap, (load + works[unit], lane))
         lane_of[unit] = lane
     return lane_of
+
+
+def by_size(works: Sequence[float]) -> list[int]:
+    """Units, largest first."""
+    return sorted(range(len(works)), key=works.__getitem__, reverse=True)
 
 
 def loads_of(works: Sequence[float], lane_of: Sequence[int], lanes: int) -> list[float]:

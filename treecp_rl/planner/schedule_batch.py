@@ -50,10 +50,10 @@ MEMORY_PART = 0.9
 GOOD_GAP = 0.003
 """Gap at which the search stops."""
 DENSE_TREES = 4
-"""Trees a rank and pass from which on cutting them finer is what evens ranks out."""
-DENSE_LIMITS = (0.25, 0.25, 0.5)
-SPARSE_LIMITS = (1.0, 0.7, 1.0, 0.7, 0.5, 1.0)
-"""Most seconds of a tree, as parts of the target, in the order in which they are tried."""
+"""Trees a rank and pass from which on ranks even out by themselves, so that fewer tries do."""
+DENSE_TRIES = ((1.015, 1.0), (1.03, 0.25), (1.005, 1.0))
+SPARSE_TRIES = ((1.03, 1.0), (1.0, 1.0), (1.03, 0.7), (1.01, 1.0), (1.03, 0.5), (1.015, 1.0))
+"""(target over the least seconds of a pass, limit of one tree over the target): what did best on drawn batches."""
 MOST_LOOKS = 12
 """Blocks without room that are passed over before a tree is tried at another degree."""
 SMALL_PART = 0.04
@@ -419,20 +419,17 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
     mean = tasks.least_seconds / num_passes
     is_dense = len(tasks.shared) >= DENSE_TREES * num_passes * tasks.num_ranks
     best: _Layout | None = None
-    target = 1.005 if is_dense else 1.03
-    for limit in DENSE_LIMITS if is_dense else SPARSE_LIMITS:
+    for target, limit in DENSE_TRIES if is_dense else SPARSE_TRIES:
         layout = _lay(tasks, target * mean, limit * target * mean, num_passes)
         if layout is None:
             if best is None:
-                # Room is short whatever the limit; one more pass has it.
+                # Room is short whatever the target; one more pass has it.
                 return None
             continue
         if best is None or sum(layout.pass_seconds) < sum(best.pass_seconds):
             best = layout
-        reached = sum(best.pass_seconds) / tasks.least_seconds
-        if reached <= 1 + GOOD_GAP:
+        if sum(best.pass_seconds) <= tasks.least_seconds * (1 + GOOD_GAP):
             break
-        target = (1 + reached) / 2
     return best
 
 

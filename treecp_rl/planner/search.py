@@ -21,6 +21,7 @@ from treecp_rl.planner.assign import (
     SubsetProgram,
     assign,
     assign_grid,
+    by_size,
     largest_first,
     loads_of,
 )
@@ -95,6 +96,7 @@ class Workload:
         self.works = [r * (per_token + 0.5 * r) for r in tree.responses]
         """w_k of each response, in pairs: linear layers, the prompt's keys, its own."""
         self._program: SubsetProgram | None = None
+        self._order: list[int] | None = None
 
     @property
     def prompt_work(self) -> float:
@@ -106,7 +108,9 @@ class Workload:
         if len(works) <= EXACT_UNITS:
             bits = self._subsets().critical_lane(lanes)
             return [i for i in range(len(works)) if bits >> i & 1]
-        lane_of = largest_first(works, lanes)
+        if self._order is None:
+            self._order = by_size(works)
+        lane_of = largest_first(works, lanes, self._order)
         loads = loads_of(works, lane_of, lanes)
         busiest = loads.index(max(loads))
         return [i for i, lane in enumerate(lane_of) if lane == busiest]
@@ -337,6 +341,11 @@ def no_fit(
         return PlanError(
             f"a tree of {tree.num_tokens} tokens needs {tokens:.0f} tokens a rank on {ranks} ranks, the budget is "
             f"{options.tokens_per_rank}; raise tokens_per_rank or the ranks"
+        )
+    if need <= have:
+        return PlanError(
+            f"a tree of {tree.num_tokens} tokens (longest response {max(tree.responses)}) has no rounds that fit "
+            f"{have / 2**30:.2f} GiB a rank; raise the ranks, now {ranks}, or shorten its rows"
         )
     return PlanError(
         f"a tree of {tree.num_tokens} tokens (prompt {tree.prompt}) needs {need / 2**30:.2f} GiB a rank by its "
