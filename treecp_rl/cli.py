@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"treecp-rl {__version__}")
     commands = parser.add_subparsers(
-        title="commands", metavar="train | verify | doctor | plan | simulate | bench"
+        title="commands", metavar="train | verify | doctor | plan | calibrate | simulate | bench"
     )
     commands.add_parser("train", help="run GRPO; takes Hydra overrides, as python -m treecp_rl.train does")
     _add_verify(commands.add_parser("verify", help="compare every gradient with a dense float64 reference"))
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("doctor", help="check versions, plugin, Ray and a config; name each mend")
     )
     _add_plan(commands.add_parser("plan", help="plan a batch from its lengths; explain and draw the plan"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure a profile of this machine for the planner"))
     _add_simulate(commands.add_parser("simulate", help="predict the paper's figures on estimated clusters"))
     bench = commands.add_parser(
         "bench", help="measure against verl's own engine, PrefixGrouper and other plans"
@@ -193,6 +194,32 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", default="10,14,16,18", metavar="N,...")
     parser.add_argument("--json", action="store_true", help="print the points as JSON only")
     parser.set_defaults(command=_simulate)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Times steps of the engine on random trees, and exchanges between two processes; writes a profile."
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the profile")
+    parser.add_argument("--name", default="measured", help="of the profile")
+    parser.add_argument(
+        "--model-config", metavar="PATH", help="config.json or its folder (default: small Qwen2)"
+    )
+    parser.add_argument("--num-layers", type=_positive, metavar="N", help="measure only the first N layers")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--num-trees", type=_positive, default=24, help="random trees; a third is held out")
+    parser.add_argument(
+        "--most-tokens", type=_positive, default=1024, help="of a prompt, and of its responses"
+    )
+    parser.add_argument("--repeats", type=_positive, default=3)
+    parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")
+    parser.add_argument("--ranks-per-node", type=_positive, default=8)
+    parser.add_argument(
+        "--check", action="store_true", help="run kinds of plan at world 2; report error and order"
+    )
+    parser.add_argument("--check-points", type=_positive, default=4, help="batches of --check")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON only")
+    parser.set_defaults(command=_calibrate)
 
 
 def _add_bench_plan(parser: argparse.ArgumentParser) -> None:
@@ -337,6 +364,31 @@ def _simulate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks {options.ranks!r}: write whole numbers, such as 8,32") from error
     points = simulate(options.hardware, ranks, options.figures.split(","))
     _print(as_json(points, options.hardware), render(points, options.hardware), options.json)
+    return 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from treecp_rl.calibrate import CalibrateOptions, calibrate, render
+    from treecp_rl.planner.profile import save_profile
+
+    found = calibrate(
+        CalibrateOptions(
+            name=options.name,
+            model_config=options.model_config,
+            num_layers=options.num_layers,
+            dtype=options.dtype,
+            num_trees=options.num_trees,
+            most_tokens=options.most_tokens,
+            repeats=options.repeats,
+            threads=options.threads,
+            ranks_per_node=options.ranks_per_node,
+            check=options.check,
+            check_points=options.check_points,
+        ),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    save_profile(found.profile, options.output)
+    _print(found.as_json(), render(found), options.json)
     return 0
 
 

@@ -1,0 +1,425 @@
+"""This machine, a model -> a measured ClusterProfile; with ``--check`` how well it predicts and ranks plans.
+
+Steps of the real engine on random trees are timed on one rank and split by least squares into what a pass, a token, a
+pair, a tile and a scored token cost; exchanges between two processes give latency and seconds a byte. On a CPU, time
+is CPU time of one thread, since ranks that share cores say little by wall time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from treecp_rl.bench.cp_ranks import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Job, run_world
+from treecp_rl.bench.shapes import Point
+from treecp_rl.collectives import Traffic, exchange
+from treecp_rl.engine.capabilities import prepare_model
+from treecp_rl.engine.passes import PassOptions, RowScores, plan_passes, run_passes
+from treecp_rl.engine.shares import shape_of
+from treecp_rl.errors import ConfigError
+from treecp_rl.plan import Node
+from treecp_rl.planner.batch import Mode, decide, is_split
+from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.lower import lower, lower_local
+from treecp_rl.planner.lower_plan import nodes_of
+from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, TileCost
+from treecp_rl.planner.search import TreeLengths
+from treecp_rl.planner.seconds import Pass, predict
+from treecp_rl.tree import Row
+from treecp_rl.verify.models import load_config, random_model, tiny_config
+from treecp_rl.verify.ranks import join_world
+
+Floats = npt.NDArray[np.float64]
+
+CHECKED_KINDS: tuple[Mode, ...] = (
+    "gather",
+    "heads",
+    "reuse_ring",
+    "tree_move_kv",
+    "move_q",
+    "flat_ring",
+    "split_gather",
+    "split_move_q",
+)
+TERMS = ("pass", "token", "pair", "tile", "scored token")
+LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+MEMORY_PART = 0.5
+"""Of the memory that is free on this machine, what its ranks' passes may hold."""
+LINK_TIMEOUT_SECONDS = 300.0
+CHECK_TIMEOUT_SECONDS = 1800.0
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What `treecp-rl calibrate` was asked for."""
+
+    name: str = "measured"
+    model_config: str | None = None
+    """config.json or its folder; None is the small model that ``bench cp`` trains."""
+    num_layers: int | None = None
+    dtype: str = "float32"
+    num_trees: int = 24
+    """Random trees, of which a third is held out."""
+    most_tokens: int = 1024
+    """Of a prompt, and of a tree's responses together."""
+    repeats: int = 3
+    threads: int = 1
+    ranks_per_node: int = 8
+    check: bool = False
+    check_points: int = 4
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The profile, and how far to trust it."""
+
+    profile: ClusterProfile
+    fit_error: float
+    """Median relative error of the steps that were fitted."""
+    held_out_error: float
+    """Median relative error of the steps that were not."""
+    kendall_tau: float | None = None
+    """Of predicted and measured order of kinds of plan at world 2, mean over points; None: not checked."""
+    plan_error: float | None = None
+    """Median relative error of those steps."""
+    orders: tuple[dict[str, Any], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "profile": self.profile.name,
+            "digest": self.profile.digest,
+            "fit_error": self.fit_error,
+            "held_out_error": self.held_out_error,
+            "kendall_tau": self.kendall_tau,
+            "plan_error": self.plan_error,
+            "points": list(self.orders),
+        }
+
+
+def calibrate(options: CalibrateOptions, progress: Callable[[str], None] = lambda line: None) -> Calibration:
+    """Measure a profile.
+
+    Raises:
+        ConfigError: a model that cannot run here, or too few trees to fit.
+    """
+    if options.num_trees < 3 * len(TERMS):
+        raise ConfigError(
+            f"{options.num_trees} trees for {len(TERMS)} terms; measure {3 * len(TERMS)} or more"
+        )
+    torch.set_num_threads(options.threads)
+    model = _model(options)
+    trees = _random_trees(options)
+    forward, both = _timed(model, trees, options, progress)
+    features = np.array([_features(tree) for tree in trees])
+    fitted = np.arange(len(trees)) % 3 != 2
+    terms_forward = fit_terms(features[fitted], forward[fitted])
+    terms_backward = fit_terms(features[fitted], (both - forward)[fitted])
+    errors = np.abs(features @ (terms_forward + terms_backward) / both - 1)
+    link = _measure_link(options.threads)
+    progress(f"link: {link.latency_s * 1e6:.0f} us, {1e-9 / link.per_byte_s:.2f} GB/s")
+    profile = _profile(options, model, terms_forward, terms_backward, link)
+    if _is_small_model(options):
+        profile = _with_sharding(profile, options)
+    found = Calibration(profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])))
+    return check(found, options) if options.check else found
+
+
+def _is_small_model(options: CalibrateOptions) -> bool:
+    """Whether it is the model that ``bench cp`` shards over ranks."""
+    return options.model_config is None and options.num_layers is None and options.dtype == "float32"
+
+
+def _with_sharding(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
+    """What FSDP2 adds to a pass: a step of few tokens on two ranks, less what the profile says of it."""
+    point = Point("few tokens", 8, (8, 8), 32)
+    job = Job(2, (point,), ("gather",), max(5, options.repeats), options.threads)
+    ((measured,),) = run_world(job, LINK_TIMEOUT_SECONDS)
+    extra = measured.cpu_seconds - _predicted("gather", point, profile)
+    per_layer = max(0.0, extra) / profile.shape.num_layers
+    return replace(profile, layer_backward_s=profile.layer_backward_s + per_layer)
+
+
+def _model(options: CalibrateOptions) -> torch.nn.Module:
+    if options.model_config is None:
+        config = tiny_config(VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=options.num_layers or NUM_LAYERS)
+    else:
+        config = load_config(options.model_config, options.num_layers, None)
+    dtype = getattr(torch, options.dtype, None)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"--dtype {options.dtype}: choose float32 or bfloat16")
+    model = random_model(config, dtype, drawn_in=dtype)
+    prepare_model(model)
+    return model.to(_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _random_trees(options: CalibrateOptions) -> list[TreeLengths]:
+    """From all prompt to all responses, from few long ones to many short ones."""
+    rng = random.Random(3)
+    trees = []
+    for _ in range(options.num_trees):
+        prompt, responses = (round(2 ** rng.uniform(5, math.log2(options.most_tokens))) for _ in range(2))
+        group = rng.choice([1, 2, 4, 8, 16])
+        trees.append(TreeLengths(prompt, (max(1, responses // group),) * group))
+    return trees
+
+
+def _features(tree: TreeLengths) -> list[float]:
+    """One of each of ``TERMS`` of a tree that runs whole on one rank."""
+    tiles = [tile for stage in lower_local(nodes_of([tree])).stages for tile in stage.tiles]
+    pairs = sum(tile.num_pairs for tile in tiles)
+    return [1.0, tree.num_tokens, pairs, len(tiles), sum(tree.responses)]
+
+
+def _timed(
+    model: torch.nn.Module,
+    trees: Sequence[TreeLengths],
+    options: CalibrateOptions,
+    progress: Callable[[str], None],
+) -> tuple[Floats, Floats]:
+    """[T] seconds of forward, and of forward and backward, medians."""
+    seconds = np.zeros((2, len(trees)))
+    vocabulary = model.config.vocab_size
+    _step(model, _rows(trees[0], vocabulary), needs_gradients=True)
+    for number, tree in enumerate(trees):
+        rows = _rows(tree, vocabulary)
+        for needs_gradients in (False, True):
+            runs = [_step(model, rows, needs_gradients) for _ in range(options.repeats)]
+            seconds[int(needs_gradients), number] = statistics.median(runs)
+        progress(f"tree {number + 1} of {len(trees)}: {seconds[1, number]:.3f} s")
+    return seconds[0], seconds[1]
+
+
+def _rows(tree: TreeLengths, vocabulary: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(1, vocabulary, (count,), generator=generator)
+
+    prompt = tokens(tree.prompt)
+    return [Row("group", prompt, tokens(response)) for response in tree.responses]
+
+
+def _step(model: torch.nn.Module, rows: Sequence[Row], needs_gradients: bool) -> float:
+    """Seconds of one pass; on a CPU of one thread's work."""
+
+    def loss(scores: RowScores) -> torch.Tensor:
+        return torch.stack([one.mean() for one in scores.log_probs]).sum()
+
+    device = _device()
+    model.zero_grad(set_to_none=True)
+    plan = plan_passes(rows, tokens_per_pass=_UNBOUNDED)
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    _synchronize(device)
+    start = clock()
+    run_passes(model, plan, loss if needs_gradients else None, PassOptions(), device=device)
+    _synchronize(device)
+    return clock() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def fit_terms(features: Floats, seconds: Floats) -> Floats:
+    """Terms of 0 or more that predict ``seconds`` with the least squared relative error.
+
+    A term that comes out negative is noise: it is left out and the rest is fitted again.
+    """
+    scaled = features / seconds[:, None]
+    used = list(range(features.shape[1]))
+    terms = np.zeros(features.shape[1])
+    while used:
+        found, *_ = np.linalg.lstsq(scaled[:, used], np.ones(len(seconds)), rcond=None)
+        if found.min() >= 0:
+            terms[used] = found
+            break
+        used.pop(int((found * scaled[:, used].mean(axis=0)).argmin()))
+    return terms
+
+
+def _profile(
+    options: CalibrateOptions, model: torch.nn.Module, forward: Floats, backward: Floats, link: Link
+) -> ClusterProfile:
+    config, shape = model.config, shape_of(model)
+    layers = shape.num_layers
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    # Regression may find no trace of a term that is small beside noise; a profile needs these two above 0.
+    tiny = 1e-15
+    return ClusterProfile(
+        name=options.name,
+        date=datetime.date.today().isoformat(),
+        kind="measured",
+        sources=(
+            f"treecp-rl calibrate: {options.num_trees} trees, {options.dtype}, {options.threads} threads, torch "
+            f"{torch.__version__}, {platform.machine()} {_device().type}",
+            "link: two processes of one node; nothing was measured between nodes, the same is written for it",
+            "sharding (FSDP2): with two ranks, only of the small model; overlap 0: not measured",
+            "activation bytes: computed from the model's dimensions",
+        ),
+        model=f"{config.model_type}, {layers} layers, hidden {hidden}",
+        shape=shape,
+        ranks_per_node=options.ranks_per_node,
+        dense_forward=Affine(0.0, max(tiny, forward[1] / layers)),
+        dense_backward=Affine(0.0, backward[1] / layers),
+        head_forward=Affine(0.0, forward[4]),
+        head_backward=Affine(0.0, backward[4]),
+        attention_forward=TileCost(forward[3] / layers, max(tiny, forward[2] / layers)),
+        attention_backward=TileCost(backward[3] / layers, backward[2] / layers),
+        node_link=link,
+        cluster_link=link,
+        layer_forward_s=forward[0] / layers,
+        layer_backward_s=backward[0] / layers,
+        stage_s=0.0,
+        overlap=0.0,
+        memory=Memory(
+            bytes_per_rank=int(MEMORY_PART * _free_bytes()),
+            checkpointed_bytes_per_token=shape.itemsize * layers * hidden,
+            kept_bytes_per_token=shape.itemsize * layers * (6 * hidden + 4 * intermediate),
+        ),
+    )
+
+
+def _free_bytes() -> int:
+    """Of one rank: its device's, or its share of the machine's if a rank has a core."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free // max(1, os.cpu_count() or 1)
+
+
+def _measure_link(threads: int) -> Link:
+    """Latency and seconds a byte of exchanges between two processes."""
+    with tempfile.TemporaryDirectory(prefix="treecp-link-") as folder:
+        mp.start_processes(_link_rank, (threads, folder), nprocs=2, join=True, start_method="spawn")
+        seconds = np.load(Path(folder) / "seconds.npy")
+    features = np.array([[1.0, size] for size in LINK_BYTES])
+    latency, per_byte = fit_terms(features, seconds)
+    return Link(float(latency), float(max(per_byte, 1e-15)))
+
+
+def _link_rank(rank: int, threads: int, folder: str) -> None:
+    torch.set_num_threads(threads)
+    join_world(rank, 2, f"{folder}/rendezvous")
+    medians = []
+    for size in LINK_BYTES:
+        sizes = [size if other != rank else 0 for other in range(2)]
+        runs = []
+        for _ in range(12):
+            outgoing = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
+            dist.barrier()
+            start = time.perf_counter()
+            exchange(outgoing, sizes, dist.group.WORLD, Traffic(), is_sparse=False).wait()
+            runs.append(time.perf_counter() - start)
+        medians.append(statistics.median(runs[2:]))
+    if rank == 0:
+        np.save(Path(folder) / "seconds.npy", np.array(medians))
+    dist.destroy_process_group()
+
+
+def check(found: Calibration, options: CalibrateOptions) -> Calibration:
+    """Run kinds of plan at world 2 and compare seconds and order with the profile's.
+
+    Raises:
+        ConfigError: another model than the one that ``bench cp`` trains.
+    """
+    if not _is_small_model(options):
+        raise ConfigError(
+            "--check runs the small float32 model of bench cp; leave out --model-config and --dtype"
+        )
+    rng = random.Random(9)
+    points = []
+    for number in range(options.check_points):
+        prompt, total = (round(2 ** rng.uniform(7, math.log2(options.most_tokens))) for _ in range(2))
+        group = rng.choice([4, 8])
+        responses = tuple(max(1, round(total / group * rng.uniform(0.4, 1.6))) for _ in range(group))
+        points.append(Point(f"check {number}", prompt, responses, group * prompt + sum(responses)))
+    job = Job(2, tuple(points), CHECKED_KINDS, options.repeats, options.threads)
+    orders, errors = [], []
+    for point, measured in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):
+        predicted = [_predicted(kind, point, found.profile) for kind in CHECKED_KINDS]
+        seconds = [one.cpu_seconds for one in measured]
+        errors += [abs(guess / real - 1) for guess, real in zip(predicted, seconds, strict=True)]
+        orders.append(
+            {
+                "prompt": point.prompt,
+                "responses": list(point.responses),
+                "kinds": list(CHECKED_KINDS),
+                "predicted_seconds": predicted,
+                "measured_cpu_seconds": seconds,
+                "kendall_tau": kendall_tau(predicted, seconds),
+                "regret": seconds[predicted.index(min(predicted))] / min(seconds) - 1,
+            }
+        )
+    return Calibration(
+        found.profile,
+        found.fit_error,
+        found.held_out_error,
+        statistics.mean(one["kendall_tau"] for one in orders),
+        statistics.median(errors),
+        tuple(orders),
+    )
+
+
+def _predicted(kind: Mode, point: Point, profile: ClusterProfile) -> float:
+    """Seconds of a kind's passes on two ranks, layers kept."""
+    heads = profile.shape.num_kv_heads
+    rows = [TreeLengths(point.prompt, (response,)) for response in point.responses]
+    trees = rows if kind == "flat_ring" else [TreeLengths(point.prompt, point.responses)]
+    nodes = nodes_of(trees)
+    options = RunOptions(checkpointing=False)
+    if not is_split(kind):
+        decisions = decide([tree.num_tokens for tree in trees], 2, kind, heads)
+        return predict([Pass(lower(nodes, decisions, 2), nodes)], profile, options).seconds
+    decisions = decide([point.prompt], 2, kind, heads)
+    root = (Node(-1, 0, point.prompt, point.prompt),)
+    prefill = Pass(lower(root, decisions, 2), root)
+    replay = Pass(lower(nodes, decisions, 2, resident_trees=(0,)), nodes)
+    return predict([prefill, replay], profile, options).seconds
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Agreeing less disagreeing pairs over all pairs: 1 is the same order, -1 the reverse."""
+    pairs = [(i, j) for i in range(len(first)) for j in range(i)]
+    signs = [np.sign(first[i] - first[j]) * np.sign(second[i] - second[j]) for i, j in pairs]
+    return float(sum(signs) / len(pairs))
+
+
+def render(found: Calibration) -> str:
+    """The calibration in words."""
+    p = found.profile
+    lines = [
+        f"profile {p.name} ({p.digest}) of {p.model}, measured {p.date}",
+        f"a layer: {p.dense_forward.per_token_s * 1e6:.3f} + {p.dense_backward.per_token_s * 1e6:.3f} us a token, "
+        f"{p.attention_forward.per_pair_s * 1e9:.3f} + {p.attention_backward.per_pair_s * 1e9:.3f} ns a pair, "
+        f"{p.attention_forward.per_tile_s * 1e6:.0f} + {p.attention_backward.per_tile_s * 1e6:.0f} us a tile",
+        f"link {p.node_link.latency_s * 1e6:.0f} us and {1e-9 / p.node_link.per_byte_s:.2f} GB/s",
+        f"median relative error: {found.fit_error:.1%} of fitted, {found.held_out_error:.1%} of held-out steps",
+    ]
+    if found.kendall_tau is not None:
+        lines.append(
+            f"plans at world 2: order tau {found.kendall_tau:.2f}, median error {found.plan_error:.1%}, chosen plan "
+            f"at most {max(one['regret'] for one in found.orders):.1%} above the fastest"
+        )
+    return "\n".join(lines)
