@@ -9,8 +9,10 @@ import pytest
 
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.estimates import estimate_profile
+from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.schedule_batch import plan_batch
 from treecp_rl.simulator.figures import as_json, render, simulate
-from treecp_rl.simulator.methods import METHODS, Cluster, alternatives
+from treecp_rl.simulator.methods import METHODS, Cluster, alternatives, one_by_one
 from treecp_rl.simulator.workloads import WORKLOADS, draw_batch, shaped_group
 
 
@@ -70,6 +72,17 @@ def test_alternatives_cost_more_than_our_plan():
     found = alternatives(draw_batch("long", 16, 8), cluster)
     assert {"NSP's beam search", "groups of 8", "no sharing"} <= {one.name for one in found}
     assert all(one.seconds for one in found)
+
+
+def test_256_long_prompts_gain_over_groups_of_8_that_run_tree_by_tree():
+    """Over the same fused passes pooled in such groups there is little to gain on long prompts: 1 to 4 %."""
+    cluster = Cluster(estimate_profile("h100", "Qwen2.5-7B"), 64, RunOptions(tokens_per_rank=24576))
+    trees = draw_batch("long", 256, 8)
+    ours = plan_batch(trees, 64, cluster.profile, cluster.options)
+    pooled = plan_batch(trees, 64, cluster.profile, cluster.options, "static", 8)
+    assert one_by_one(trees, cluster, 8, shared_passes=True) >= 1.12 * ours.predicted_seconds
+    assert one_by_one(trees, cluster, 8, shared_passes=False) >= 1.25 * ours.predicted_seconds
+    assert 1.0 <= pooled.predicted_seconds / ours.predicted_seconds < 1.12
 
 
 def test_importing_the_simulator_loads_neither_torch_nor_ray():

@@ -29,7 +29,6 @@ from treecp_rl.planner.forms import (
     CostTable,
     FeatureIndex,
     Floats,
-    Ints,
     RunOptions,
     candidates,
     cost_table,
@@ -223,7 +222,7 @@ class _Tasks:
         seconds[~fits] = np.inf
         self._candidates = table.candidates
         best = np.stack([start + seconds[:, start:stop].argmin(axis=1) for start, stop in columns], axis=1)
-        self._chosen: Ints = best
+        self._chosen_lists: list[list[int]] = best.tolist()
         rows = np.arange(len(trees))[:, None]
         self.seconds: Floats = seconds[rows, best]
         """[T, D] that a tree adds on each of its ranks; infinite where it does not fit."""
@@ -263,6 +262,23 @@ class _Tasks:
         return low
 
     @cached_property
+    def order(self) -> list[int]:
+        """Shared trees, most rank-seconds first."""
+        least = self.area.min(axis=1).tolist()
+        return sorted(self.shared, key=lambda tree: (-least[tree], tree))
+
+    @cached_property
+    def room_lists(self) -> list[list[float]]:
+        rooms: list[list[float]] = self.room.tolist()
+        return rooms
+
+    @cached_property
+    def least_needs(self) -> list[list[float]]:
+        """[T, D] least room that a tree or any that follows it in ``order`` takes."""
+        least: list[list[float]] = np.minimum.accumulate(self.room[self.order][::-1], axis=0)[::-1].tolist()
+        return least
+
+    @cached_property
     def fewest_passes(self) -> int:
         """No plan has fewer."""
         return max(1, ceil(self.room_taken - 1e-9))
@@ -277,7 +293,7 @@ class _Tasks:
         return self.fewest_passes * fixed + self.least_seconds
 
     def planned(self, tree: int, level: int, first_rank: int) -> PlannedTree:
-        candidate = self._candidates[int(self._chosen[tree, level])]
+        candidate = self._candidates[self._chosen_lists[tree][level]]
         return PlannedTree(tree, candidate, first_rank, float(self.seconds[tree, level]))
 
     def alone(self, tree: int) -> PlannedTree:
@@ -445,15 +461,12 @@ def _lay(tasks: _Tasks, target: float, limit: float, num_passes: int) -> _Layout
     blocks = _Blocks(tasks.degrees, num_passes * tasks.num_ranks)
     layout = _Layout(num_passes)
     num_levels = len(tasks.degrees)
-    largest_area = tasks.area.min(axis=1)
-    order = sorted(tasks.shared, key=lambda tree: (-float(largest_area[tree]), tree))
+    order, room_of, least_needs = tasks.order, tasks.room_lists, tasks.least_needs
     limits = np.maximum(limit, tasks.seconds.min(axis=1))[:, None]
     seconds_of = np.where(tasks.seconds <= limits, tasks.seconds, np.inf).tolist()
-    room_of = tasks.room.tolist()
     # From here on every tree is small: leaves suffice to level them.
     is_large = np.flatnonzero(tasks.seconds[order, 0] > SMALL_PART * target)
     num_large = int(is_large[-1]) + 1 if len(is_large) else 0
-    least_needs = np.minimum.accumulate(tasks.room[order][::-1], axis=0)[::-1].tolist()
     for at, tree in enumerate(order[:num_large]):
         seconds, rooms = seconds_of[tree], room_of[tree]
         chosen, least = None, np.inf
@@ -578,7 +591,7 @@ def _beam(tasks: _Tasks, num_passes: int, num_levels: int) -> _Layout | None:
     Passes are further copies of the SP tree. Of a level's nodes only the least loaded with room is tried, since nodes
     of equal load lead to equal states. States of equal critical load are ordered by total load.
     """
-    order = sorted(tasks.shared, key=lambda tree: (-float(tasks.area[tree].min()), tree))
+    order = tasks.order
     slots = num_passes * tasks.num_ranks
     loads, rooms = np.zeros((1, slots)), np.zeros((1, slots))
     history: list[list[tuple[int, int]]] = [[]]
@@ -677,7 +690,7 @@ def _fill_groups(tasks: _Tasks, groups: list[int], num_passes: int) -> _Layout |
     passes = np.repeat(np.arange(num_passes), len(groups))
     loads, rooms = np.zeros(len(levels)), np.zeros(len(levels))
     layout = _Layout(num_passes)
-    for tree in sorted(tasks.shared, key=lambda tree: (-float(tasks.area[tree].min()), tree)):
+    for tree in tasks.order:
         done = loads + tasks.seconds[tree, levels]
         full: Bools = rooms + tasks.room[tree, levels] > 1.0
         done[full] = np.inf
