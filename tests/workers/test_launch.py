@@ -166,7 +166,7 @@ REFUSED = {
     "actor_rollout_ref.actor.treecp.tokens_per_rank=0": "tokens_per_rank=0",
     "actor_rollout_ref.actor.treecp=5": "must be a mapping with the keys share",
     "actor_rollout_ref.rollout.temperature=0": "set it above 0",
-    "actor_rollout_ref.actor.treecp.mode=ringg": "not one of auto, fused, split, local, gather, heads",
+    "actor_rollout_ref.actor.treecp.mode=ringg": "not one of auto, fused, split, local, gather, gather_whole, heads",
     "actor_rollout_ref.actor.treecp.mode=ring": "reuse_ring",
     "actor_rollout_ref.actor.treecp.streaming=sometimes": "streaming='sometimes' must be true or false",
     "actor_rollout_ref.actor.treecp.resend=1": "resend=1 must be true or false",
