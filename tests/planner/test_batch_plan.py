@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import product
+from math import isclose
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from treecp_rl.errors import BatchError, ConfigError, PlanError
 from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
-from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.forms import RunOptions, candidates, cost_table, token_pairs
 from treecp_rl.planner.lower_plan import lower_plan
-from treecp_rl.planner.schedule_batch import degree_chain, plan_batch
-from treecp_rl.planner.search import TreeLengths
+from treecp_rl.planner.schedule_batch import batch_features, degree_chain, plan_batch
+from treecp_rl.planner.search import TreeLengths, Workload, tree_features
 from treecp_rl.planner.seconds import memory_budget, predict
 
 PROFILE = estimate_profile("h100", "Qwen2.5-7B")
@@ -159,6 +160,25 @@ def test_equal_inputs_give_equal_plans_and_digests():
 )
 def test_degrees_divide_one_another(num_ranks, chain):
     assert degree_chain(num_ranks) == chain
+
+
+def test_features_of_a_batch_are_those_of_its_trees():
+    """Where both fill lanes largest first: above the responses that the search assigns exactly."""
+    degrees = (1, 2, 4, 8, 16)
+    trees = batch("mixed", 40, group=10)
+    trees += [TreeLengths(512, (2000,) * 16), TreeLengths(900, (700, 9000, 33) * 4)]
+    for group in (10, 12, 16):
+        some = [tree for tree in trees if len(tree.responses) == group]
+        table = cost_table(PROFILE, RunOptions(), candidates("full", degrees, group, 4))
+        together = batch_features(some, table.index, token_pairs(PROFILE))
+        for tree, row in zip(some, together, strict=True):
+            alone = tree_features(Workload(tree, token_pairs(PROFILE)), table.index)
+            names = [
+                name
+                for name, at in table.index.position.items()
+                if not isclose(alone[at], row[at], rel_tol=1e-9)
+            ]
+            assert not names, (tree, names)
 
 
 def test_bad_input_is_named():

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from treecp_rl.plan import Decision, Kind
 from treecp_rl.planner.cost import ModelShape
-from treecp_rl.planner.place import ROOT_ZIGZAG_FLOOR
+from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile, Form, Link
 
 Floats = npt.NDArray[np.float64]
@@ -128,7 +128,7 @@ class FeatureIndex:
         names += [f"{what}/{d}" for what in _ZIGZAG_FEATURES for d in degrees]
         self.position = {name: i for i, name in enumerate(names)}
         self.size = len(names)
-        self.zigzag_floors = [2 * d * ROOT_ZIGZAG_FLOOR for d in degrees]
+        self.zigzag_floors = [2 * d * ZIGZAG_FLOOR for d in degrees]
         """Fewest tokens of a node that is cut over so many ranks."""
 
     def unit(self, name: str) -> Floats:
@@ -152,7 +152,8 @@ _TREE_FEATURES = (
 _LANE_FEATURES = ("lane", "lane_cross", "lane_pairs")
 """Of the lane with most work: its R, P R and R(R+1)/2."""
 _ZIGZAG_FEATURES = ("long", "long_tokens", "cut", "cut_tokens")
-"""Responses long enough for a zigzag over d ranks; those of them that exceed a rank's share of the work."""
+"""Responses long enough for a zigzag over d ranks; those that gather cuts, and what of them a rank lacks, in terms of
+tokens cut over all ranks."""
 
 
 @dataclass(slots=True)
@@ -199,6 +200,9 @@ class _Phase:
     total_q: Floats
 
 
+_CUTTING_KINDS = ("gather", "move_q")
+MOST_EVEN_LANES = 8
+"""Most lanes in which these are expected to lay long responses instead of cutting them over all ranks."""
 NUM_EXPOSED = 8
 """Rows of exposed communication: a prefill's and the main passes', two groups of moves each, forward and backward."""
 
@@ -255,7 +259,10 @@ class CostTable:
 def cost_table(profile: ClusterProfile, options: RunOptions, chosen: tuple[Candidate, ...]) -> CostTable:
     """Coefficients of ``chosen``; kept for equal arguments, because a run asks once a batch."""
     degrees = tuple(sorted({one.degree for one in chosen} | {one.degree // one.lanes for one in chosen}))
-    index = FeatureIndex(degrees, tuple(sorted({1} | {one.lanes for one in chosen})))
+    lanes = {1} | {one.lanes for one in chosen}
+    if any(one.kind in _CUTTING_KINDS for one in chosen):
+        lanes |= set(powers_of_two(min(MOST_EVEN_LANES, degrees[-1])))
+    index = FeatureIndex(degrees, tuple(sorted(lanes)))
     rows = [_Rows(one, index, profile, options) for one in chosen]
     stacked: list[Floats] = []
     starts: list[int] = []

@@ -35,8 +35,9 @@ from treecp_rl.planner.forms import (
     pass_fixed_seconds,
     token_pairs,
 )
+from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.search import DEFAULT_OPTIONS, TreeLengths, TreeSearch, fitting
+from treecp_rl.planner.search import DEFAULT_OPTIONS, EVEN_PART, TreeLengths, TreeSearch, fitting
 
 Policy = Literal["auto", "nsp", "disjoint", "static"]
 Effort = Literal["fast", "thorough"]
@@ -353,13 +354,31 @@ def batch_features(trees: Sequence[TreeLengths], index: FeatureIndex, pairs_per_
     columns += [prompt * tokens for tokens, _ in lanes]
     columns += [pairs for _, pairs in lanes]
     works = responses * (pairs_per_token + prompt[:, None] + 0.5 + 0.5 * responses)
-    work = works.sum(axis=1) + prompt * (pairs_per_token + 0.5 * prompt)
     sums = np.concatenate([np.zeros((len(trees), 1)), responses.cumsum(axis=1)], axis=1)
+    rows = np.arange(len(trees))
     long = np.stack([(responses >= floor).sum(axis=1) for floor in index.zigzag_floors], axis=1)
-    above = np.stack([(works > (work / d)[:, None]).sum(axis=1) for d in index.degrees], axis=1)
-    cut = np.minimum(long, above)
-    rows = np.arange(len(trees))[:, None]
-    return np.concatenate([np.stack(columns, axis=1), long, sums[rows, long], cut, sums[rows, cut]], axis=1)
+    prompt_work = prompt * (pairs_per_token + 0.5 * prompt)
+    limit = works.sum(axis=1) + EVEN_PART * (works.sum(axis=1) + prompt_work)
+    work = works.sum(axis=1) + prompt_work
+    per_token = pairs_per_token + prompt
+    is_even = [
+        s * (per_token * tokens + own) <= limit for s, (tokens, own) in zip(index.lanes, lanes, strict=True)
+    ]
+    cut, cut_tokens = [], []
+    for column, d in enumerate(index.degrees):
+        count = np.minimum(long[:, column], (works > (work / d)[:, None]).sum(axis=1)).astype(np.float64)
+        tokens = sums[rows, count.astype(np.int64)]
+        is_cut = count > 0
+        for s, even in zip(index.lanes[1:], is_even[1:], strict=True):
+            if s <= d:
+                in_lane = (responses >= 2 * (d // s) * ZIGZAG_FLOOR).sum(axis=1) * (d > s)
+                chosen = is_cut & even
+                count = np.where(chosen, in_lane / s, count)
+                tokens = np.where(chosen, sums[rows, in_lane] * ((d // s - 1) / (d - 1)), tokens)
+        cut.append(count)
+        cut_tokens.append(tokens)
+    zigzags = [*long.T, *(sums[rows, column] for column in long.T), *cut, *cut_tokens]
+    return np.stack([*columns, *zigzags], axis=1)
 
 
 def _critical_lanes(responses: Floats, per_token: Floats, lanes: int) -> tuple[Floats, Floats]:

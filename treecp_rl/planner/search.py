@@ -38,6 +38,7 @@ from treecp_rl.planner.forms import (
     cost_table,
     token_pairs,
 )
+from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile
 
 DEFAULT_OPTIONS = RunOptions()
@@ -301,18 +302,42 @@ def tree_features(workload: Workload, index: FeatureIndex) -> Floats:
     row += tokens
     row += [prompt * count for count in tokens]
     row += pairs
-    row += _zigzag_features(workload, index)
+    per_token = workload.token_pairs + prompt
+    # As exact as the choice between lanes and cuts is: a lane's work in terms of its tokens and pairs.
+    lane_works = [per_token * count + own for count, own in zip(tokens, pairs, strict=True)]
+    row += _zigzag_features(workload, index, lane_works)
     return np.array(row, dtype=np.float64)
 
 
-def _zigzag_features(workload: Workload, index: FeatureIndex) -> list[float]:
+EVEN_PART = 0.03
+"""Part of a tree's work by which lanes may differ when filled largest first and still be taken as even: the engine's
+own search finds evener ones (``place.placements``), which it then chooses over cutting responses."""
+
+
+def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[float]) -> list[float]:
+    """Long responses, and those that ``gather`` cuts: over all ranks, or over a lane's where lanes are even."""
     ordered, works = sorted(workload.tree.responses), sorted(workload.works)
-    group, work = len(works), sum(works) + workload.prompt_work
+    group, of_responses = len(works), sum(works)
+    work = of_responses + workload.prompt_work
     sums = [0, *accumulate(reversed(ordered))]
     long = [group - bisect_left(ordered, floor) for floor in index.zigzag_floors]
-    above = [group - bisect_right(works, work / d) for d in index.degrees]
-    cut = [min(pair) for pair in zip(long, above, strict=True)]
-    return [*long, *[sums[n] for n in long], *cut, *[sums[n] for n in cut]]
+    cut: list[float] = []
+    cut_tokens: list[float] = []
+    for d, num_long in zip(index.degrees, long, strict=True):
+        count: float = min(num_long, group - bisect_right(works, work / d))
+        tokens: float = sums[int(count)]
+        if count:
+            limit = of_responses + EVEN_PART * work
+            even = [s for s, w in zip(index.lanes, lane_works, strict=True) if s <= d and s * w <= limit]
+            lanes = even[-1] if even else 1
+            if lanes > 1:
+                per_lane = d // lanes
+                count = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
+                tokens = sums[int(count)] * (per_lane - 1) / (d - 1)
+                count /= lanes
+        cut.append(count)
+        cut_tokens.append(tokens)
+    return [*long, *[sums[n] for n in long], *cut, *cut_tokens]
 
 
 def fitting(
