@@ -74,7 +74,8 @@ class _TileAttention(torch.autograd.Function):
         if program.captured is not None and program.leaves is not None:
             program.leaves.put(layer, key[:, :, program.captured], value[:, :, program.captured])
         saved = program.saved_outputs.get(layer)
-        run = _Forward(program, kernel, scale, layer, query, key, value, saved)
+        inputs = _Inputs(program, kernel, scale, layer, query, key, value)
+        run = _Forward(inputs, saved)
         out, lse = run.run()
         out = out.to(value.dtype)
         if program.recomputation is not None and wants_grad and saved is None:
@@ -95,11 +96,24 @@ class _TileAttention(torch.autograd.Function):
         arrived = {}
         for name, size in zip(ctx.names, ctx.sizes, strict=True):
             arrived[name], kept = tuple(kept[:size]), kept[size:]
-        run = _Backward(
-            ctx.program, ctx.kernel, ctx.scale, ctx.layer, query, key, value, out, lse, arrived, grad_out
-        )
         ctx.program.saved_outputs.pop(ctx.layer, None)
-        return (*run.run(), None, None, None, None)
+        inputs = _Inputs(ctx.program, ctx.kernel, ctx.scale, ctx.layer, query, key, value)
+        return (*_Backward(inputs, out, lse, arrived, grad_out).run(), None, None, None, None)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What one layer of a pass computes from, on one rank."""
+
+    program: Program
+    kernel: Kernel
+    scale: float
+    layer: int
+    query: torch.Tensor
+    """[1,H,T,D]"""
+    key: torch.Tensor
+    """[1,K,T,D], as ``value``."""
+    value: torch.Tensor
 
 
 Buffers = dict[BufferKey, tuple[torch.Tensor, ...]]
@@ -176,22 +190,14 @@ class _State:
 class _Layer:
     """One layer of a pass on one rank: what its forward and its backward both need."""
 
-    def __init__(
-        self,
-        program: Program,
-        kernel: Kernel,
-        scale: float,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        self.program, self.kernel, self.scale, self.layer = program, kernel, scale, layer
-        self.query, self.key, self.value = query, key, value
-        self.wide = _wide(query.dtype)
+    def __init__(self, inputs: _Inputs) -> None:
+        program, layer = inputs.program, inputs.layer
+        self.program, self.kernel, self.scale, self.layer = program, inputs.kernel, inputs.scale, layer
+        self.query, self.key, self.value = inputs.query, inputs.key, inputs.value
+        self.wide = _wide(self.query.dtype)
         reads_leaves = program.leaves is not None and program.captured is None
         self.leaves = program.leaves if reads_leaves else None
-        self.resident = self.leaves.of(layer) if self.leaves is not None else (key, value)
+        self.resident = self.leaves.of(layer) if self.leaves is not None else (self.key, self.value)
         """K/V of an earlier pass."""
         self.arrived: Buffers = {}
 
@@ -263,18 +269,9 @@ class _Layer:
 class _Forward(_Layer):
     """One layer's forward on one rank."""
 
-    def __init__(
-        self,
-        program: Program,
-        kernel: Kernel,
-        scale: float,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        saved: SavedOutputs | None,
-    ) -> None:
-        super().__init__(program, kernel, scale, layer, query, key, value)
+    def __init__(self, inputs: _Inputs, saved: SavedOutputs | None) -> None:
+        super().__init__(inputs)
+        program, query = inputs.program, inputs.query
         if saved is not None and program.recomputation is not None:
             self.program = program.recomputation
         fresh = _State.empty if self.program.writes_diagonals else _State.nothing
@@ -359,26 +356,20 @@ class _Backward(_Layer):
 
     def __init__(
         self,
-        program: Program,
-        kernel: Kernel,
-        scale: float,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        inputs: _Inputs,
         out: torch.Tensor,
         lse: torch.Tensor,
         arrived: Buffers,
         grad_out: torch.Tensor,
     ) -> None:
-        super().__init__(program, kernel, scale, layer, query, key, value)
+        super().__init__(inputs)
         self.out, self.lse, self.grad_out = out, lse, grad_out.contiguous()
         self.arrived = arrived
-        self.grads = tuple(torch.zeros_like(x, dtype=self.wide) for x in (query, key, value))
+        self.grads = tuple(torch.zeros_like(x, dtype=self.wide) for x in (self.query, self.key, self.value))
         self.arrived_grads: Buffers = {}
         self.foreign: dict[tuple[int, Heads], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {
             (stage, heads): self._room_for_foreign(num_tokens, heads)
-            for (kind, stage, heads), num_tokens in program.buffer_tokens.items()
+            for (kind, stage, heads), num_tokens in inputs.program.buffer_tokens.items()
             if kind == "q"
         }
         """Stage in which queries arrived, and their heads -> their (dO, out as the kernel needs it, lse)."""

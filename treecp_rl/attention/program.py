@@ -143,6 +143,7 @@ def compile_program(
         places = [own.find(*span) for span in sorted(_intersect(own.spans, saved))]
         program.saved = tuple(place.span for place in places if place is not None)
         program.recomputation = _compile(_without_outputs(schedule, saved), rank, kernel, group)
+        program.recomputation.forward_traffic = program.forward_traffic
     return program
 
 

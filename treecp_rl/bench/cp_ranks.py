@@ -64,7 +64,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind at one point. Maxima over ranks, sums of bytes over ranks; of times, medians over repeats."""
+    """One kind at one point. Maxima over ranks, sums of bytes over ranks; of CPU time the least of the
+    repeats, because whatever else a machine does only adds to it; of wall times medians."""
 
     kind: Mode
     seconds: float
@@ -173,7 +174,7 @@ def _measure_point(job: Job, runner: _Runner, point: Point, *, is_traced: bool) 
         Measured(
             kind=kind,
             seconds=median("seconds", kind),
-            cpu_seconds=median("cpu_seconds", kind),
+            cpu_seconds=min(one[kind].cpu_seconds for one in rounds),
             blocked_seconds=median("blocked_seconds", kind),
             bytes_moved=first[kind].bytes_moved,
             peak_bytes=first[kind].peak_bytes,
