@@ -4,7 +4,8 @@ A case passes when log-probs, entropy, sum of squared probabilities, loss, and E
 are within the bound of the dtype:
 
 float64     1e-12 everywhere: treecp and the oracle are the same function.
-float32     5e-6 for gradients (relative) and loss, 2e-5 for log-probs (absolute).
+float32     5e-6 for gradients (relative) and loss, 2e-5 for log-probs (absolute). Where flattened float32 training
+            on the same rows comes near 5e-6 itself (rows of hundreds of tokens), 1.5 x its error.
 bfloat16    the whole gradient's relative L2 error is at most 1.25 x that of flattened bfloat16 training on
             the same rows and weights. Maxima over few rounded numbers are luck (either side wins by up to
             2 x on a batch without any sharing), so worst parameter and worst token may be 3 x flattened's.
@@ -48,6 +49,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 
 _FLOAT64_BOUND = 1e-12
 _FLOAT32_GRADIENT_BOUND = 5e-6
+_FLOAT32_FLAT_FACTOR = 1.5
 _FLOAT32_SCORE_BOUND = 2e-5
 _HALF_L2_FACTOR = 1.25
 _HALF_MAX_FACTOR = 3.0
@@ -307,10 +309,11 @@ def _as_outcome(step: DenseStep) -> Outcome:
 def _bounds(dtype: str, flat: Errors | None) -> Bounds:
     if dtype == "float64":
         return Bounds(*[_FLOAT64_BOUND] * 6)
-    if dtype == "float32":
-        gradient, score = _FLOAT32_GRADIENT_BOUND, _FLOAT32_SCORE_BOUND
-        return Bounds(gradient, gradient, score, score, score, gradient)
     assert flat is not None
+    if dtype == "float32":
+        bound, score = _FLOAT32_GRADIENT_BOUND, _FLOAT32_SCORE_BOUND
+        gradient = max(bound, _FLOAT32_FLAT_FACTOR * flat.gradient)
+        return Bounds(gradient, bound, score, score, score, bound)
     return Bounds(
         gradient=_HALF_MAX_FACTOR * flat.gradient,
         gradient_l2=_HALF_L2_FACTOR * flat.gradient_l2,
