@@ -19,7 +19,7 @@ def max_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup | None) -> l
     """
     if not dist.is_initialized():
         return list(numbers)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = _device_of(group)
     longest = torch.tensor(len(numbers), dtype=torch.int64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     largest = torch.zeros(int(longest), dtype=torch.int64, device=device)
@@ -30,10 +30,14 @@ def max_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup | None) -> l
 
 def sum_over_ranks(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Element by element the sum of the ranks' numbers."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    total = torch.tensor(numbers, dtype=torch.int64, device=device)
+    total = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group))
     dist.all_reduce(total, group=group)
     return [int(number) for number in total]
+
+
+def _device_of(group: dist.ProcessGroup | None) -> str:
+    """Where a group's tensors must lie."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def require_equal_digest(digest: str, group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ TreeCPError
 ├── BatchError           a batch that lacks a key, or whose rows contradict each other
 │   └── RowTooLong       one row does not fit the token budget
 ├── PlanError            a plan that is wrong, or that ranks do not agree on
+├── RankLost             a rank that ended in mid-step
 └── UnsupportedModel     a model (or an option of it) that cannot be replayed exactly
 """
 

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def naming_lost_ranks() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    _register()
+    _register(dist.distributed_c10d._get_default_store())
     try:
         yield
     except RuntimeError as error:
@@ -44,8 +45,9 @@ def naming_lost_ranks() -> Iterator[None]:
         ) from error
 
 
-def _register() -> None:
-    store = dist.distributed_c10d._get_default_store()
+@cache
+def _register(store: dist.Store) -> None:
+    """Once a job: the process does not change between its steps."""
     store.set(f"treecp/process/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from contextlib import contextmanager
+from typing import get_args
 
 import pytest
 import torch
@@ -13,29 +14,13 @@ from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, plan_passes, run_passes
 from treecp_rl.errors import PlanError
+from treecp_rl.planner.batch import Mode
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
 
 VARIANTS = {
-    "auto": {},
-    **{
-        mode: {"mode": mode}
-        for mode in (
-            "gather",
-            "gather_whole",
-            "heads",
-            "reuse_ring",
-            "tree_move_kv",
-            "move_q",
-            "dcp_fused",
-            "flat_ring",
-            "split",
-            "split_heads",
-            "split_tree_move_kv",
-            "split_move_q",
-        )
-    },
+    **{mode: {"mode": mode} for mode in get_args(Mode)},
     "sent again": {"mode": "gather", "resend": True},
     "split, sent again": {"mode": "split_move_q", "resend": True},
     "one tree after another": {"mode": "gather", "streaming": False},
