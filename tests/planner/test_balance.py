@@ -2,15 +2,19 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planner.shapes import decision, trees
+from treecp_rl.plan import Decision, Node
 from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower
+from treecp_rl.planner.lower_plan import nodes_of
+from treecp_rl.planner.search import TreeLengths
 
 PROMPT_TO_RESPONSE = {"LongAlign": (50, 1), "LongReward": (40, 1), "LMSYS": (1, 3), "OpenThoughts": (1, 7)}
 BUDGETS = tuple(1024 * k for k in (4, 8, 16, 32, 64))
@@ -111,3 +115,39 @@ def test_no_placement_of_the_baselines_that_is_as_even_moves_fewer_tokens(prompt
     assert lowered("gather")[0] <= min(even, default=1 << 60)
     fair = [moved for moved, work, _ in rivals if work <= 1.05]
     assert lowered("gather_whole")[0] <= min(fair, default=1 << 60)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("kind", ["gather", "gather_whole"])
+def test_short_root_stays_whole_where_responses_balance(degree, kind):
+    # LMSYS-like: chunks of 6 to 24 tokens would cost every rank more tiles, and move as much.
+    nodes = nodes_of([TreeLengths(94, (152, 323, 433, 212, 144, 262, 339, 454))])
+    schedule = lower(nodes, [Decision(kind, degree=degree)], degree)
+    is_whole = len({s.rank for s in schedule.segments if s.start < 94}) == 1
+    tiles = Counter(tile.rank for stage in schedule.stages for tile in stage.tiles)
+    assert is_whole == ((kind, degree) != ("gather", 4))  # which cuts a response to be even
+    assert not is_whole or max(tiles.values()) <= 6
+
+
+def test_root_is_cut_where_responses_cannot_balance_it():
+    nodes = nodes_of([TreeLengths(188, (2, 4, 6, 3))])
+    for kind in ("gather", "gather_whole"):
+        schedule = lower(nodes, [Decision(kind, degree=4)], 4)
+        assert len({s.rank for s in schedule.segments if s.start < 188}) == 4
+
+
+@given(
+    st.integers(1, 3000), st.lists(st.integers(1, 900), min_size=1, max_size=9), st.sampled_from([2, 4, 8])
+)
+@settings(max_examples=60, deadline=None)
+def test_a_replay_finds_its_root_where_the_prefill_left_it(prompt, responses, degree):
+    for kind in ("gather", "gather_whole"):
+        decision = Decision(kind, degree=min(degree, prompt))
+        alone = lower([Node(-1, 0, prompt, prompt)], [decision], degree)
+        replay = lower(
+            nodes_of([TreeLengths(prompt, tuple(responses))]), [decision], degree, resident_trees=(0,)
+        )
+        roots = [
+            {(s.start, s.stop, s.rank) for s in one.segments if s.stop <= prompt} for one in (alone, replay)
+        ]
+        assert roots[0] == roots[1]

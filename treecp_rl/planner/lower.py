@@ -7,7 +7,7 @@ and its reach. All trees of a pass lie on one token axis, so their stage lists a
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
@@ -92,7 +92,7 @@ def lower(
             (owned, _stages(tree, _pieces(tree, owned), decision, root_is_resident))
             for owned in _placements(tree, decision, root_is_resident)
         ]
-        owned, stages = min(lowered, key=lambda one: one[1].num_moved_tokens)
+        owned, stages = min(lowered, key=lambda one: (one[1].num_moved_tokens, one[1].most_tiles))
         segments += owned
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
@@ -263,6 +263,11 @@ class _Stages:
     @property
     def num_moved_tokens(self) -> int:
         return sum(move.num_tokens for moves in self.moves.values() for move in moves)
+
+    @property
+    def most_tiles(self) -> int:
+        """Of a rank."""
+        return max(Counter(tile.rank for tiles in self.tiles.values() for tile in tiles).values(), default=0)
 
     def meet(
         self, worker: int, keys: Sequence[_Key], queries: Sequence[_Query], part: int = 0, parts: int = 1

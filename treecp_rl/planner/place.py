@@ -16,7 +16,10 @@ TOKEN_PAIRS = 1856
 ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
 ROOT_ZIGZAG_FLOOR = 8
-"""The same of a root: there is one, and every rank waits for a prompt that is whole on another."""
+"""The same of a root that runs by itself, in a prefill: every rank waits for a prompt that is whole on another."""
+WHOLE_ROOT_FLOOR = 128
+"""A root with its responses beside it may stay whole unless a chunk would hold so many tokens, a block of
+flash-attention's queries: the others have work of their own meanwhile, and chunks cost every rank more tiles."""
 BALANCE_TOLERANCE = 0.005
 """Work above the mean that a rank may take to keep a response whole."""
 WORK_LIMIT = 1.01
@@ -161,15 +164,24 @@ def _is_long(num_tokens: int, ranks: Sequence[int]) -> bool:
     return num_tokens >= 2 * len(ranks) * ZIGZAG_FLOOR
 
 
-def _with_root(tree: Tree, ranks: Sequence[int], is_resident: bool) -> _Load:
+def _with_root(tree: Tree, ranks: Sequence[int], is_resident: bool, floor: int = ROOT_ZIGZAG_FLOOR) -> _Load:
     """The root as every kind places it, so that a replay pass finds a prompt where its prefill left it.
 
     A resident root costs its ranks nothing any more.
     """
     load = _Load(tree, ranks)
-    chunks = zigzag(tree.root.start, tree.root.stop, ranks, ranks[0], ROOT_ZIGZAG_FLOOR)
+    chunks = zigzag(tree.root.start, tree.root.stop, ranks, ranks[0], floor)
     load.place(0, chunks, is_free=is_resident)
     return load
+
+
+def _root_floors(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> tuple[int, ...]:
+    """Floors of the root's zigzag that lead to different placements; a prefill's and a replay's must agree."""
+    is_alone = root_is_resident or len(tree.nodes) == 1
+    floors = (ROOT_ZIGZAG_FLOOR,) if is_alone else (WHOLE_ROOT_FLOOR, ROOT_ZIGZAG_FLOOR)
+    chunks = 2 * len(ranks)
+    differ = len({tree.root.stop - tree.root.start < chunks * floor for floor in floors}) > 1
+    return floors if differ else floors[-1:]
 
 
 def place_zigzag(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
@@ -208,9 +220,16 @@ def placements(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False)
     """Placements of ``gather`` to choose among: ``place_whole``'s, and even ones that cut nothing, or in lanes.
 
     A cut moves the K/V before it, a whole subtree moves nothing of its own. And what a rank holds beside its root
-    chunks decides how much of the root must come to it: the first rank needs all of it anyhow.
+    chunks decides how much of the root must come to it: the first rank needs all of it anyhow. A short root may
+    itself stay whole.
     """
-    others = [_place_uncut(tree, ranks, root_is_resident, fills_up) for fills_up in (False, True)]
+    *whole_root, zigzag_root = _root_floors(tree, ranks, root_is_resident)
+    others: list[_Load | None] = [_place_whole(tree, ranks, root_is_resident, floor) for floor in whole_root]
+    others += [
+        _place_uncut(tree, ranks, root_is_resident, fills_up, floor)
+        for floor in (*whole_root, zigzag_root)
+        for fills_up in (False, True)
+    ]
     others += [
         _place_lanes(tree, ranks, lanes, root_is_resident)
         for lanes in range(2, len(ranks))
@@ -221,23 +240,35 @@ def placements(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False)
 
 
 def place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
-    """Root zigzag, every subtree below it whole, largest first, whatever the balance."""
-    load = _with_root(tree, ranks, root_is_resident)
+    """Every subtree below the root whole, largest first, whatever the balance.
+
+    The root is zigzag, or whole if short and the balance is worse by no more than ``WORK_LIMIT`` allows.
+    """
+    floors = _root_floors(tree, ranks, root_is_resident)
+    first, *others = (_place_largest_first(tree, ranks, root_is_resident, floor) for floor in floors)
+    return min([first, *others], key=lambda load: load.excess() + (load is not first)).segments
+
+
+def _place_largest_first(tree: Tree, ranks: Sequence[int], root_is_resident: bool, floor: int) -> _Load:
+    load = _with_root(tree, ranks, root_is_resident, floor)
     works = _subtree_work(tree, frozenset())
     for top in sorted(tree.children(0), key=lambda top: (-works[top], top)):
         rank = load.lightest()
         for index in range(top, tree.ends[top]):
             load.place(index, [Segment(rank, tree.nodes[index].start, tree.nodes[index].stop)])
-    return load.segments
+    return load
 
 
-def _place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool, fills_up: bool) -> _Load | None:
-    """Root zigzag, every subtree below it whole, no rank above ``WORK_LIMIT``; None if a short search finds none.
+def _place_uncut(
+    tree: Tree, ranks: Sequence[int], root_is_resident: bool, fills_up: bool, root_floor: int
+) -> _Load | None:
+    """Every subtree below the root whole, no rank above ``WORK_LIMIT``; None if a short search finds none.
 
     Args:
         fills_up: ranks are tried in their order, else the lightest first.
+        root_floor: fewest tokens of a chunk of the root's zigzag.
     """
-    load = _with_root(tree, ranks, root_is_resident)
+    load = _with_root(tree, ranks, root_is_resident, root_floor)
     works = _subtree_work(tree, frozenset())
     tops = sorted(tree.children(0), key=lambda top: (-works[top], top))
     room = WORK_LIMIT * (sum(load.work.values()) + sum(works[top] for top in tops)) / len(ranks)
@@ -285,19 +316,23 @@ def place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False
     zigzag too, until a rank exceeds the mean by at most ``WORK_LIMIT`` and ``TOKEN_LIMIT``; where no choice
     reaches both, the one that comes closest is taken.
     """
+    return _place_whole(tree, ranks, root_is_resident, ROOT_ZIGZAG_FLOOR).segments
+
+
+def _place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool, root_floor: int) -> _Load:
     best, least, tried = None, float("inf"), set()
     for share in CUT_SHARES:
         cut = _nodes_to_cut(tree, ranks, share, root_is_resident)
         if cut in tried:
             continue
         tried.add(cut)
-        load = _place_around(tree, ranks, cut, root_is_resident)
+        load = _place_around(tree, ranks, cut, root_is_resident, root_floor)
         if load.excess() < least:
             best, least = load, load.excess()
         if least <= 1:
             break
     assert best is not None
-    return best.segments
+    return best
 
 
 def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_resident: bool) -> frozenset[int]:
@@ -323,9 +358,11 @@ def _subtree_work(tree: Tree, without: frozenset[int]) -> list[int]:
     return [sums[end] - sums[index] for index, end in enumerate(tree.ends)]
 
 
-def _place_around(tree: Tree, ranks: Sequence[int], cut: frozenset[int], root_is_resident: bool) -> _Load:
+def _place_around(
+    tree: Tree, ranks: Sequence[int], cut: frozenset[int], root_is_resident: bool, root_floor: int
+) -> _Load:
     """Root and ``cut`` zigzag, the other subtrees whole where they fit, the rest wrapped around."""
-    load = _with_root(tree, ranks, root_is_resident)
+    load = _with_root(tree, ranks, root_is_resident, root_floor)
     for index in sorted(cut):
         node = tree.nodes[index]
         load.place(index, zigzag(node.start, node.stop, ranks, ranks[0]))
