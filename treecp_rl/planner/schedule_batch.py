@@ -11,7 +11,7 @@ rank-seconds, and one pass holds the longest tree. ``gap`` is the plan's distanc
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -47,13 +47,15 @@ MOST_LANES = 8
 """Lanes of ``heads`` that a batch considers: each number of lanes is an assignment of every tree's responses."""
 MEMORY_PART = 0.9
 """Part of a rank's memory that a batch plans with: closed forms miss the lowered peak by some percent."""
-GOOD_GAP = 0.003
+GOOD_GAP = 0.005
 """Gap at which the search stops."""
-DENSE_TREES = 4
-"""Trees a rank and pass from which on ranks even out by themselves, so that fewer tries do."""
-DENSE_TRIES = ((1.015, 1.0), (1.03, 0.25), (1.005, 1.0))
-SPARSE_TRIES = ((1.03, 1.0), (1.0, 1.0), (1.03, 0.7), (1.01, 1.0), (1.03, 0.5), (1.015, 1.0))
-"""(target over the least seconds of a pass, limit of one tree over the target): what did best on drawn batches."""
+FIRST_EXCESS = 0.02
+"""First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
+LEAST_EXCESS = 0.002
+LEAST_TRIES, MOST_TRIES, MOST_LAID = 2, 6, 1600
+"""Layouts that are tried, and trees that are laid in all of them: many trees need fewer tries, and more time each."""
+TREE_LIMITS = (1.0, 0.7)
+"""Limits of one tree over the target, in turn."""
 MOST_LOOKS = 12
 """Blocks without room that are passed over before a tree is tried at another degree."""
 SMALL_PART = 0.04
@@ -194,7 +196,12 @@ def plan_batch(
     if layouts:
         passes += min(layouts, key=lambda layout: layout.seconds(fixed)).passes(tasks, fixed)
     bound = sum(one.seconds for one in alone) + (tasks.lower_bound(fixed) if tasks.shared else 0.0)
-    return BatchPlan(policy, num_ranks, profile.digest, tuple(passes), bound)
+    return BatchPlan(policy, num_ranks, _digest(profile), tuple(passes), bound)
+
+
+@lru_cache(maxsize=16)
+def _digest(profile: ClusterProfile) -> str:
+    return profile.digest
 
 
 class _Tasks:
@@ -342,59 +349,72 @@ def batch_features(trees: Sequence[TreeLengths], index: FeatureIndex, pairs_per_
     responses = np.zeros(place.shape)
     responses[place] = flat
     responses = -np.sort(-responses, axis=1)
-    total, squares = responses.sum(axis=1), (responses * responses).sum(axis=1)
-    own = 0.5 * (squares + total)
+    squares = responses * responses
+    per_token = pairs_per_token + prompt
+    works = responses * (per_token + 0.5)[:, None] + 0.5 * squares
+    total = responses.sum(axis=1)
+    own = 0.5 * (squares.sum(axis=1) + total)
     prompt_pairs = 0.5 * prompt * (prompt + 1)
-    lanes = [(total, own)] + [
-        _critical_lanes(responses, prompt + pairs_per_token, s) for s in index.lanes[1:]
-    ]
+    lane_tokens, lane_pairs = _critical_lanes(responses, works, index.lanes)
+    lane_works = lane_tokens * per_token[:, None] + lane_pairs
+    work = prompt * (pairs_per_token + 0.5 * prompt)
+    zigzags = _batch_zigzags(responses, works, work, lane_works, index)
     columns = [np.ones_like(prompt), prompt, prompt_pairs, total, prompt * total, own, group]
     columns += [group * prompt, group * prompt_pairs]
-    columns += [tokens for tokens, _ in lanes]
-    columns += [prompt * tokens for tokens, _ in lanes]
-    columns += [pairs for _, pairs in lanes]
-    works = responses * (pairs_per_token + prompt[:, None] + 0.5 + 0.5 * responses)
-    sums = np.concatenate([np.zeros((len(trees), 1)), responses.cumsum(axis=1)], axis=1)
-    rows = np.arange(len(trees))
-    long = np.stack([(responses >= floor).sum(axis=1) for floor in index.zigzag_floors], axis=1)
-    prompt_work = prompt * (pairs_per_token + 0.5 * prompt)
-    limit = works.sum(axis=1) + EVEN_PART * (works.sum(axis=1) + prompt_work)
-    work = works.sum(axis=1) + prompt_work
-    per_token = pairs_per_token + prompt
-    is_even = [
-        s * (per_token * tokens + own) <= limit for s, (tokens, own) in zip(index.lanes, lanes, strict=True)
-    ]
-    cut, cut_tokens = [], []
-    for column, d in enumerate(index.degrees):
-        count = np.minimum(long[:, column], (works > (work / d)[:, None]).sum(axis=1)).astype(np.float64)
-        tokens = sums[rows, count.astype(np.int64)]
-        is_cut = count > 0
-        for s, even in zip(index.lanes[1:], is_even[1:], strict=True):
-            if s <= d:
-                in_lane = (responses >= 2 * (d // s) * ZIGZAG_FLOOR).sum(axis=1) * (d > s)
-                chosen = is_cut & even
-                count = np.where(chosen, in_lane / s, count)
-                tokens = np.where(chosen, sums[rows, in_lane] * ((d // s - 1) / (d - 1)), tokens)
-        cut.append(count)
-        cut_tokens.append(tokens)
-    zigzags = [*long.T, *(sums[rows, column] for column in long.T), *cut, *cut_tokens]
-    return np.stack([*columns, *zigzags], axis=1)
+    lanes = [lane_tokens, prompt[:, None] * lane_tokens, lane_pairs]
+    return np.concatenate([np.stack(columns, axis=1), *lanes, *zigzags], axis=1)
 
 
-def _critical_lanes(responses: Floats, per_token: Floats, lanes: int) -> tuple[Floats, Floats]:
-    """Tokens and own pairs of each tree's busiest lane, filled largest first; ``responses`` descend."""
+def _critical_lanes(responses: Floats, works: Floats, lanes: tuple[int, ...]) -> tuple[Floats, Floats]:
+    """[T, S] tokens and own pairs of each tree's busiest of s lanes, filled largest first; ``responses`` descend."""
     num_trees, width = responses.shape
-    works = responses * (per_token[:, None] + 0.5 + 0.5 * responses)
-    rows = np.arange(num_trees)
-    load, tokens, squares = (np.zeros((num_trees, lanes)) for _ in range(3))
+    most = lanes[-1]
+    is_missing = (np.arange(most)[:, None] >= np.array(lanes))[:, None, :]
+    load = np.zeros((most, num_trees, len(lanes)))
+    load += np.where(is_missing, np.inf, 0.0)
+    flat, at = load.reshape(most, -1), np.arange(num_trees * len(lanes))
+    lane_of = np.empty((width, num_trees * len(lanes)), dtype=np.int64)
     for unit in range(width):
-        lane = load.argmin(axis=1)
-        load[rows, lane] += works[:, unit]
-        tokens[rows, lane] += responses[:, unit]
-        squares[rows, lane] += responses[:, unit] ** 2
-    busiest = load.argmax(axis=1)
-    most = tokens[rows, busiest]
-    return most, 0.5 * (squares[rows, busiest] + most)
+        lane = lane_of[unit] = flat.argmin(axis=0)
+        flat[lane, at] += np.repeat(works[:, unit], len(lanes))
+    busiest = np.where(is_missing, -1.0, load).reshape(most, -1).argmax(axis=0)
+    is_in = (lane_of == busiest).reshape(width, num_trees, len(lanes))
+    tokens = (is_in * responses.T[:, :, None]).sum(axis=0)
+    squares = (is_in * (responses * responses).T[:, :, None]).sum(axis=0)
+    return tokens, 0.5 * (squares + tokens)
+
+
+def _batch_zigzags(
+    responses: Floats, works: Floats, prompt_work: Floats, lane_works: Floats, index: FeatureIndex
+) -> list[Floats]:
+    """[T, D] each: long responses and their tokens, those that ``gather`` cuts and theirs."""
+    degrees, lanes = np.array(index.degrees), np.array(index.lanes)
+    per_lane = degrees[:, None] // lanes
+    floors, floor_of = np.unique(
+        np.concatenate([index.zigzag_floors, (2 * ZIGZAG_FLOOR * per_lane).ravel()]), return_inverse=True
+    )
+    num_over = (responses[:, :, None] >= floors).sum(axis=1)
+    sums = np.concatenate([np.zeros((len(works), 1)), responses.cumsum(axis=1)], axis=1)
+    of_responses = works.sum(axis=1)
+    work = of_responses + prompt_work
+    long = num_over[:, floor_of[: len(degrees)]]
+    cut = np.minimum(long, (works[:, :, None] > (work[:, None] / degrees)[:, None, :]).sum(axis=1))
+    # The most lanes that are even and at most d; one lane is even.
+    is_even = lane_works * lanes <= (of_responses + EVEN_PART * work)[:, None]
+    is_even[:, 0] = True
+    usable = is_even[:, None, :] & (lanes <= degrees[:, None])
+    chosen = len(lanes) - 1 - usable[:, :, ::-1].argmax(axis=2)
+    in_lane = np.take_along_axis(
+        num_over, floor_of[len(degrees) :].reshape(per_lane.shape)[np.arange(len(degrees)), chosen], axis=1
+    )
+    width = per_lane[np.arange(len(degrees)), chosen]
+    in_lane[width == 1] = 0
+    in_lanes = (cut > 0) & (chosen > 0)
+    part = np.where(in_lanes, (width - 1) / np.maximum(degrees - 1, 1), 1.0)
+    whole = np.where(in_lanes, in_lane, cut)
+    cut_tokens = np.take_along_axis(sums, whole, axis=1) * part
+    count = np.where(in_lanes, in_lane / lanes[chosen], cut)
+    return [long.astype(np.float64), np.take_along_axis(sums, long, axis=1), count, cut_tokens]
 
 
 @dataclass(slots=True)
@@ -450,32 +470,51 @@ def _layout(tasks: _Tasks, fixed: float, policy: Policy, degree: int | None) -> 
 
 
 def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None) -> _Layout | None:
-    """Ours: trees are laid to meet a target for a pass, with longer and shorter limits for one tree."""
-    mean = tasks.least_seconds / num_passes
-    is_dense = len(tasks.shared) >= DENSE_TREES * num_passes * tasks.num_ranks
+    """Ours: bisection on the seconds of a pass, each target tried with long and shorter limits for one tree.
+
+    A target is met or missed by a greedy layout, so that a missed one may still be possible (as in MULTIFIT, Coffman
+    et al. 1978); the best layout is kept, whichever target it came from.
+    """
+    least = tasks.least_seconds
+    trees_a_rank = len(tasks.shared) / (num_passes * tasks.num_ranks)
+    missed, ratio = 1.0, 1.0 + max(LEAST_EXCESS, FIRST_EXCESS / trees_a_rank)
+    limits = list(TREE_LIMITS)
     best: _Layout | None = None
-    for target, limit in DENSE_TRIES if is_dense else SPARSE_TRIES:
-        layout = _lay(tasks, target * mean, limit * target * mean, num_passes)
+    best_ratio, num_missed = np.inf, 0
+    for _ in range(max(LEAST_TRIES, min(MOST_TRIES, MOST_LAID // len(tasks.shared)))):
+        target = ratio * least / num_passes
+        layout = _lay(tasks, target, limits[0] * target, num_passes, best_ratio * least / num_passes)
         if layout is None:
-            if best is None:
-                # Room is short whatever the target; one more pass has it.
-                return None
-            continue
-        if best is None or sum(layout.pass_seconds) < sum(best.pass_seconds):
-            best = layout
-        if sum(best.pass_seconds) <= tasks.least_seconds * (1 + GOOD_GAP):
+            # Room is short whatever the target; one more pass has it.
+            return best
+        reached = sum(layout.pass_seconds) / least
+        is_met = reached <= ratio * (1 + 1e-9)
+        if reached < best_ratio:
+            best, best_ratio = layout, reached
+        if best_ratio <= 1 + GOOD_GAP:
             break
+        if not is_met:
+            limits.append(limits.pop(0))
+            num_missed += 1
+            if num_missed < len(limits) and ratio < best_ratio:
+                continue
+            missed = max(missed, min(ratio, best_ratio))
+        num_missed = 0
+        ratio = (missed + best_ratio) / 2
     return best
 
 
-def _lay(tasks: _Tasks, target: float, limit: float, num_passes: int) -> _Layout | None:
-    """Largest tree first, each at the smallest degree that meets the target on its least loaded block with room.
+def _lay(
+    tasks: _Tasks, target: float, limit: float, num_passes: int, most_seconds: float = np.inf
+) -> _Layout | None:
+    """Largest tree first, each at the smallest degree that meets the target, on the fullest block that does.
 
-    Where none does, the degree that exceeds it least is taken. None: a tree finds no room.
+    Where none does, the degree and block that exceed it least are taken. None: a tree finds no room.
 
     Args:
         target: seconds of a pass.
         limit: of a tree, where it has a degree that meets it: short trees are easier to balance, and dearer.
+        most_seconds: of a pass; a layout of one pass that takes as long is of no use and given up.
     """
     blocks = _Blocks(tasks.degrees, num_passes * tasks.num_ranks)
     layout = _Layout(num_passes)
@@ -487,48 +526,51 @@ def _lay(tasks: _Tasks, target: float, limit: float, num_passes: int) -> _Layout
     is_large = np.flatnonzero(tasks.seconds[order, 0] > SMALL_PART * target)
     num_large = int(is_large[-1]) + 1 if len(is_large) else 0
     for at, tree in enumerate(order[:num_large]):
-        seconds, rooms = seconds_of[tree], room_of[tree]
+        seconds, rooms, least_need = seconds_of[tree], room_of[tree], least_needs[at]
         chosen, least = None, np.inf
         for level in range(num_levels):
             if seconds[level] == np.inf:
                 continue
-            found = blocks.lightest(level, rooms[level], least_needs[at][level])
-            if found is None:
-                continue
-            load = blocks.loads[level][found] + seconds[level]
-            if load < least:
-                chosen, least = (level, found), load
-            if load <= target:
+            found = blocks.fullest(level, target - seconds[level], rooms[level], least_need[level])
+            if found is not None:
+                chosen = level, found
                 break
         if chosen is None:
-            return None
+            for level in range(num_levels):
+                found = blocks.lightest(level, rooms[level]) if seconds[level] < np.inf else None
+                if found is not None and blocks.loads[level][found] + seconds[level] < least:
+                    chosen, least = (level, found), blocks.loads[level][found] + seconds[level]
+            if chosen is None:
+                return None
+            if num_passes == 1:
+                if least >= most_seconds:
+                    layout.pass_seconds = [np.inf]
+                    return layout
+                target = least
         level, block = chosen
         blocks.put(level, block, seconds[level], rooms[level])
         layout.level[tree] = level
         layout.place[tree] = divmod(block * tasks.degrees[level], tasks.num_ranks)
-    return _fill_leaves(tasks, order[num_large:], blocks, layout)
+    return _fill_leaves(tasks, order[num_large:], blocks, layout, target)
 
 
-def _fill_leaves(tasks: _Tasks, order: list[int], blocks: _Blocks, layout: _Layout) -> _Layout | None:
-    """The small trees, each whole on the least loaded rank with room."""
-    loads, rooms = blocks.loads[0], blocks.rooms[0]
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
+def _fill_leaves(
+    tasks: _Tasks, order: list[int], blocks: _Blocks, layout: _Layout, target: float
+) -> _Layout | None:
+    """The small trees, each whole on the fullest rank that meets the target."""
     seconds, needs = tasks.seconds[:, 0].tolist(), tasks.room[:, 0].tolist()
     num_ranks = tasks.num_ranks
+    leaves = blocks.alone()
     for tree in order:
-        need, passed = needs[tree], []
-        while heap and rooms[heap[0][1]] + need > 1.0:
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + seconds[tree], rank))
-        loads[rank] = load + seconds[tree]
-        rooms[rank] += need
+        need = needs[tree]
+        rank = leaves.fullest(0, target - seconds[tree], need, 0.0)
+        if rank is None:
+            rank = leaves.lightest(0, need)
+            if rank is None:
+                return None
+        leaves.put(0, rank, seconds[tree], need)
         layout.level[tree], layout.place[tree] = 0, divmod(rank, num_ranks)
-        for one in passed:
-            heapq.heappush(heap, one)
+    loads = leaves.loads[0]
     layout.pass_seconds = [max(loads[first : first + num_ranks]) for first in range(0, len(loads), num_ranks)]
     return layout
 
@@ -536,58 +578,79 @@ def _fill_leaves(tasks: _Tasks, order: list[int], blocks: _Blocks, layout: _Layo
 class _Blocks:
     """Ranks of all passes side by side, and for each degree the load and room of its aligned blocks.
 
-    A block's load is that of its busiest rank. Heaps find the lightest; an entry whose load is out of date is dropped
-    when it comes up.
+    A block's load is that of its busiest rank, its room that of its fullest. Blocks of a degree are kept sorted by
+    load.
     """
 
     def __init__(self, degrees: tuple[int, ...], num_slots: int) -> None:
         self._degrees = degrees
         self.loads = [[0.0] * (num_slots // degree) for degree in degrees]
         self.rooms = [[0.0] * (num_slots // degree) for degree in degrees]
-        self._heaps = [[(0.0, block) for block in range(num_slots // degree)] for degree in degrees]
+        self._sorted = [[(0.0, block) for block in range(num_slots // degree)] for degree in degrees]
 
-    def lightest(self, level: int, need: float, least_need: float) -> int | None:
-        """The least loaded block of a level that has room for ``need``, or None after ``MOST_LOOKS`` without.
+    def alone(self) -> _Blocks:
+        """The ranks on their own, for trees of degree 1 only."""
+        leaves = _Blocks((1,), 0)
+        leaves.loads, leaves.rooms = self.loads[:1], self.rooms[:1]
+        leaves._sorted = [sorted((load, rank) for rank, load in enumerate(self.loads[0]))]
+        return leaves
+
+    def fullest(self, level: int, most_load: float, need: float, least_need: float) -> int | None:
+        """The block of most load up to ``most_load`` with room for ``need``, or None after ``MOST_LOOKS`` without.
 
         Args:
             least_need: blocks without room for that are left out from now on.
         """
-        heap, loads, rooms = self._heaps[level], self.loads[level], self.rooms[level]
-        passed: list[tuple[float, int]] = []
-        found = None
-        while heap and len(passed) < MOST_LOOKS:
-            load, block = heap[0]
-            room = rooms[block]
-            if load != loads[block] or room + least_need > 1.0:
-                heapq.heappop(heap)
-            elif room + need > 1.0:
-                passed.append(heapq.heappop(heap))
-            else:
-                found = block
-                break
-        for one in passed:
-            heapq.heappush(heap, one)
-        return found
+        ordered, rooms = self._sorted[level], self.rooms[level]
+        at = bisect_right(ordered, (most_load, len(rooms))) - 1
+        last = at - MOST_LOOKS
+        while at >= 0 and at > last:
+            block = ordered[at][1]
+            if rooms[block] + need <= 1.0:
+                return block
+            if rooms[block] + least_need > 1.0:
+                del ordered[at]
+            at -= 1
+        return None
+
+    def lightest(self, level: int, need: float) -> int | None:
+        """The least loaded block with room for ``need``."""
+        rooms = self.rooms[level]
+        return next((block for _, block in self._sorted[level] if rooms[block] + need <= 1.0), None)
 
     def put(self, level: int, block: int, seconds: float, need: float) -> None:
         """Add a tree to all ranks of a block."""
         degree = self._degrees[level]
         for lower in range(level + 1):
             factor = degree // self._degrees[lower]
-            loads, rooms, heap = self.loads[lower], self.rooms[lower], self._heaps[lower]
+            loads, rooms, ordered = self.loads[lower], self.rooms[lower], self._sorted[lower]
             for inner in range(block * factor, (block + 1) * factor):
-                loads[inner] += seconds
+                load = loads[inner]
                 rooms[inner] += need
-                heapq.heappush(heap, (loads[inner], inner))
-        load, room = self.loads[level][block], self.rooms[level][block]
+                loads[inner] = load + seconds
+                _move(ordered, inner, load, load + seconds)
+        load, room, first = self.loads[level][block], self.rooms[level][block], block * degree
         for upper in range(level + 1, len(self._degrees)):
-            outer = block * degree // self._degrees[upper]
+            outer = first // self._degrees[upper]
             loads, rooms = self.loads[upper], self.rooms[upper]
-            if room > rooms[outer]:
+            is_fuller, is_longer = room > rooms[outer], load > loads[outer]
+            if is_fuller:
                 rooms[outer] = room
-            if load > loads[outer]:
+            if is_longer:
+                _move(self._sorted[upper], outer, loads[outer], load)
                 loads[outer] = load
-                heapq.heappush(self._heaps[upper], (load, outer))
+            elif not is_fuller:
+                # Nor is any block around this one.
+                break
+
+
+def _move(ordered: list[tuple[float, int]], block: int, before: float, after: float) -> None:
+    """Raise a block's load among sorted ones; blocks without room have left."""
+    entry = before, block
+    at = bisect_left(ordered, entry)
+    if at < len(ordered) and ordered[at] == entry:
+        del ordered[at]
+        insort(ordered, (after, block), at)
 
 
 BEAM_PREFIX = 128
