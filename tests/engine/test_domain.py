@@ -2,6 +2,7 @@
 
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -15,6 +16,10 @@ from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, plan_passes, run_passes
 from treecp_rl.errors import PlanError
 from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.estimates import dims_of, estimate
+from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.profile import Link
+from treecp_rl.planner.schedule_batch import plan_batch
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
@@ -27,6 +32,16 @@ VARIANTS = {
     "outputs saved": {"mode": "gather", "save_attention_bytes": 10**9},
     "outputs saved, sent again": {"mode": "move_q", "save_attention_bytes": 10**9, "resend": True},
     "leaves offloaded": {"mode": "split", "offload_leaves": True},
+    "planned": {"planned_for": "free links"},
+    "planned, whole trees": {"planned_for": "no links"},
+    "planned, in rounds": {"planned_for": "little room"},
+}
+CONFIG = tiny_config(97, hidden_size=64, num_layers=2)
+PROFILE = estimate("cpu", "tiny", dims_of(CONFIG))
+COSTS = {
+    "free links": replace(PROFILE, node_link=Link(0.0, 0.0), stage_s=0.0),
+    "no links": replace(PROFILE, node_link=Link(1e3, 1.0)),
+    "little room": PROFILE,
 }
 BOUND = 1e-12
 HEAD = HeadOptions(entropy=True, chunk_tokens=16)
@@ -67,7 +82,7 @@ def loss_of(scores):
 
 
 def fresh_model(sharded, reshard=True):
-    model = random_model(tiny_config(97, hidden_size=64, num_layers=2), torch.float64, drawn_in=torch.float64)
+    model = random_model(CONFIG, torch.float64, drawn_in=torch.float64)
     prepare_model(model)
     model.train()
     if sharded:
@@ -77,7 +92,19 @@ def fresh_model(sharded, reshard=True):
     return model
 
 
-def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", **options):
+def planner_for(name, num_ranks):
+    """Plans by the costs of that name."""
+    room = 240 // num_ranks if name == "little room" else None
+
+    def plan(trees):
+        return plan_batch(
+            trees, num_ranks, COSTS[name], RunOptions(checkpointing=False, tokens_per_rank=room)
+        )
+
+    return plan
+
+
+def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", planned_for=None, **options):
     @contextmanager
     def sync(is_last):
         if isinstance(model, FSDPModule):
@@ -86,7 +113,8 @@ def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", **option
 
     model.zero_grad(set_to_none=True)
     chosen = PassOptions(HEAD, **options)
-    plan = plan_passes(rows, share=share, tokens_per_pass=tokens_per_pass, mode=chosen.mode)
+    planner = planned_for and planner_for(planned_for, domain.size)
+    plan = plan_passes(rows, share=share, tokens_per_pass=tokens_per_pass, mode=chosen.mode, planner=planner)
     old = run_passes(model, plan, None, chosen, domain=domain)
     report = run_passes(model, plan, loss_of, chosen, domain=domain, sync_context=sync)
     return old, report, gradients_of(model)
@@ -145,3 +173,16 @@ def test_a_pass_over_ranks_equals_one_rank(world_size):
             worst = max_relative_gradient_error(gradients, expected[case][1])
             assert worst.error <= BOUND, (case, variant, worst)
     assert all(found["one valid token", "auto", False][2] <= world_size - 1 for found in ranks)
+
+
+def test_planned_variants_plan_what_their_names_say():
+    forms = {}
+    for name in COSTS:
+        plan = plan_passes(rows_of("ragged"), share="prefix", tokens_per_pass=1, planner=planner_for(name, 4))
+        assert sorted(row.row for tree in plan.trees for row in tree.rows) == list(range(7))
+        decisions = [decision for one in plan.passes for decision in one.decisions]
+        forms[name] = (max(decision.degree for decision in decisions), plan.num_groups_replayed)
+        assert plan.chosen is not None and plan.num_groups_cut == 0
+    assert forms["no links"] == (1, 0)
+    assert forms["free links"][0] == 4
+    assert forms["little room"][1] == 1

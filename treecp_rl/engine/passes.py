@@ -16,6 +16,7 @@ import torch.distributed as dist
 from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores, sum_over_ranks
 from treecp_rl.engine.head import scoring_head
+from treecp_rl.engine.planning import Planner, apply_plan, lengths_of
 from treecp_rl.engine.shares import (
     Domain,
     PassOptions,
@@ -30,7 +31,9 @@ from treecp_rl.engine.shares import (
 )
 from treecp_rl.errors import PlanError
 from treecp_rl.lost_ranks import naming_lost_ranks
+from treecp_rl.plan import Decision
 from treecp_rl.planner.batch import Mode, is_fused, is_split, pack_into_passes
+from treecp_rl.planner.schedule_batch import BatchPlan
 from treecp_rl.tree import PackedTrees, ReplayTree, Row, Share, dummy_pack, fold, pack, split_tree
 
 __all__ = [
@@ -52,6 +55,8 @@ class Pass:
     trees: tuple[ReplayTree, ...]
     rounds: tuple[ReplayTree, ...] = ()
     """Split: the tree cut by rows, every piece with the prompt; empty for a fused pass."""
+    decisions: tuple[Decision, ...] = ()
+    """The planner's, of each tree; empty: by the mode."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class PassPlan:
     num_groups_without_reuse: int
     num_groups_cut: int
     """Trees over the token budget whose prompt is computed more than once."""
+    chosen: BatchPlan | None = None
+    """What the planner chose, if it was asked."""
 
     @property
     def trees(self) -> tuple[ReplayTree, ...]:
@@ -113,9 +120,16 @@ class StepReport:
 
 
 def plan_passes(
-    rows: Sequence[Row], *, share: Share = "prompt", tokens_per_pass: int, mode: Mode = "auto"
+    rows: Sequence[Row],
+    *,
+    share: Share = "prompt",
+    tokens_per_pass: int,
+    mode: Mode = "auto",
+    planner: Planner | None = None,
 ) -> PassPlan:
-    """Fold rows into replay trees, bin-pack the trees under a token budget, and split those that exceed it.
+    """Fold rows into replay trees, and choose passes for them: by the planner, or by a rule.
+
+    The rule: bin-pack the trees under a token budget, and split those that exceed it.
 
     Args:
         rows: this rank's rows, in any order.
@@ -123,12 +137,16 @@ def plan_passes(
         tokens_per_pass: most packed tokens of one forward. Of a split tree, prompt and one round together.
         mode: "split..." splits every tree; a forced fused kind cuts a tree that exceeds the budget into several,
             each of which computes the prompt again; "flat_ring" shares nothing.
+        planner: chooses where ``mode`` is "auto". It knows its own budget.
 
     Raises:
         RowTooLong: one row alone exceeds the budget.
+        PlanError: the planner finds no plan for a tree.
     """
     share = "none" if mode == "flat_ring" else share
     trees = fold(rows, share)
+    if mode == "auto" and planner is not None and trees:
+        return _planned(trees, rows, share, planner)
     pieces = [split_tree(tree, rows, share, tokens_per_pass) for tree in trees]
     splits = [
         Pass((tree,), cut)
@@ -147,6 +165,18 @@ def plan_passes(
         num_groups=len(trees),
         num_groups_without_reuse=sum(len(tree.rows) == 1 for tree in trees),
         num_groups_cut=sum(len(cut) > 1 for cut in fused),
+    )
+
+
+def _planned(trees: Sequence[ReplayTree], rows: Sequence[Row], share: Share, planner: Planner) -> PassPlan:
+    chosen = planner([lengths_of(tree) for tree in trees])
+    passes = (Pass(one.trees, one.rounds, one.decisions) for one in apply_plan(chosen, trees, rows, share))
+    return PassPlan(
+        passes=tuple(sorted(passes, key=lambda one: -len(one.rounds))),
+        num_groups=len(trees),
+        num_groups_without_reuse=sum(len(tree.rows) == 1 for tree in trees),
+        num_groups_cut=0,
+        chosen=chosen,
     )
 
 
@@ -252,8 +282,9 @@ def _fill_slots(plan: PassPlan, setting: Setting, group: dist.ProcessGroup | Non
 
 def _slot_of(one: Pass, setting: Setting) -> _Slot:
     if not one.rounds:
-        return _Slot(None, (independent_round(fused_share(pack(one.trees), setting)),))
-    prefill, decision = prefill_share(pack(one.trees), setting)
+        share = fused_share(pack(one.trees), setting, one.decisions)
+        return _Slot(None, (independent_round(share),))
+    prefill, decision = prefill_share(pack(one.trees), setting, *one.decisions)
     rounds = (replay_share(pack((piece,)), prefill, decision, setting) for piece in one.rounds)
     return _Slot(prefill, tuple(rounds))
 

@@ -116,22 +116,31 @@ class RoundShare:
     """[m] their numbers in the prefill pass."""
 
 
-def fused_share(packed: PackedTrees, setting: Setting) -> RankShare:
-    """A rank's part of a fused pass; one that serves no row is a dummy."""
-    roots = [node for node in packed.nodes if node.parent < 0]
-    decisions = setting.decide([node.subtree_stop - node.start for node in roots])
+def fused_share(packed: PackedTrees, setting: Setting, decisions: Sequence[Decision] = ()) -> RankShare:
+    """A rank's part of a fused pass; one that serves no row is a dummy.
+
+    Args:
+        decisions: of each tree; none: by the mode.
+    """
+    if not decisions:
+        roots = [node for node in packed.nodes if node.parent < 0]
+        decisions = setting.decide([node.subtree_stop - node.start for node in roots])
     saved_bytes = setting.options.save_attention_bytes if setting.recomputes else 0
     return _share(packed, decisions, setting, saved_bytes=saved_bytes, is_dummy=not packed.row_indices)
 
 
-def prefill_share(whole: PackedTrees, setting: Setting) -> tuple[RankShare, Decision]:
+def prefill_share(
+    whole: PackedTrees, setting: Setting, decision: Decision | None = None
+) -> tuple[RankShare, Decision]:
     """A rank's part of a tree's prompt, whose K/V become leaves, and the decision that its rounds follow.
 
     Args:
         whole: the one tree; its prompt's last token scores the first token of each response.
+        decision: None, or of more ranks than the prompt has tokens: by the mode.
     """
     prompt = prompt_of(whole)
-    (decision,) = setting.decide([prompt.num_tokens])
+    if decision is None or decision.degree > prompt.num_tokens:
+        (decision,) = setting.decide([prompt.num_tokens])
     share = _share(prompt, [decision], setting)
     own = _own_spans(share.schedule, setting.domain)
     num_root = sum(stop - start for start, stop in own if stop <= prompt.num_tokens)

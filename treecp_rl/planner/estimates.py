@@ -7,6 +7,7 @@ published; they are assumptions until ``treecp-rl calibrate`` replaces them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.cost import ModelShape
@@ -34,9 +35,8 @@ class ModelDims:
     stored_intermediate: int = 0
     """Of all experts together; 0: the same as ``intermediate``."""
 
-    @property
-    def shape(self) -> ModelShape:
-        return ModelShape(self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, itemsize=2)
+    def shape(self, itemsize: int) -> ModelShape:
+        return ModelShape(self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, itemsize)
 
     @property
     def layer_parameters(self) -> int:
@@ -88,6 +88,8 @@ class Hardware:
     overlap: float
     ranks_per_node: int
     sources: tuple[str, ...]
+    itemsize: int = 2
+    """Bytes of an activation in training."""
 
 
 _KERNELS = (
@@ -107,20 +109,79 @@ HARDWARE = {
         (12e-6, 20e-6), (90e-6, 160e-6), 25e-6, 0.8, 8,
         ("NVIDIA H200 SXM data sheet: 989 TFLOP/s bf16 dense, 141 GB, NVLink 900 GB/s both ways", *_KERNELS),
     ),
+    "cpu": Hardware(
+        100e9, 0.5, 0, 0.25, 0.25, Link(200e-6, 1 / 1e9), Link(200e-6, 1 / 1e9), 16e9,
+        (60e-6, 120e-6), (1e-3, 2e-3), 200e-6, 0.0, 8,
+        ("one core of an x86 server in float32, gloo within a machine: orders of magnitude of calibrations with the "
+         "small model of bench cp",),
+        itemsize=4,
+    ),
 }  # fmt: skip
+LEAST_MEMORY_PART = 0.1
+"""Part of a rank's memory that passes have at least: a model whose states leave less is sharded over more ranks."""
+
+
+def dims_of(config: Any) -> ModelDims:
+    """Dimensions of a Hugging Face decoder's config; of a mixture of experts, the experts that run for a token.
+
+    Raises:
+        ConfigError: the config lacks one; names it.
+    """
+
+    def of(name: str) -> int:
+        value = getattr(config, name, None)
+        if value is None:
+            raise ConfigError(
+                f"the config of {getattr(config, 'model_type', config)} has no {name}, which an estimate needs; set "
+                "actor_rollout_ref.actor.treecp.profile to a profile that treecp-rl calibrate measured"
+            )
+        return int(value)
+
+    heads = of("num_attention_heads")
+    width, stored = _expert_width(config)
+    return ModelDims(
+        hidden=of("hidden_size"),
+        intermediate=width or of("intermediate_size"),
+        num_layers=of("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or of("hidden_size") // heads,
+        vocab=of("vocab_size"),
+        stored_intermediate=stored,
+    )
+
+
+def _expert_width(config: Any) -> tuple[int, int]:
+    """Intermediate size of the experts that run for a token, and of all; zeros of a dense model."""
+    width = getattr(config, "moe_intermediate_size", None) or 0
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    active = getattr(config, "num_experts_per_tok", None) or 0
+    return width * active, width * count
 
 
 def estimate_profile(hardware: str, model: str) -> ClusterProfile:
-    """A profile from data sheets.
+    """A profile of a published model from data sheets.
 
     Raises:
         ConfigError: no such hardware or model here.
     """
-    if hardware not in HARDWARE or model not in MODELS:
-        raise ConfigError(
-            f"no estimate of {model} on {hardware}; models: {', '.join(MODELS)}; hardware: {', '.join(HARDWARE)}"
-        )
-    machine, dims = HARDWARE[hardware], MODELS[model]
+    if model not in MODELS:
+        raise ConfigError(f"no estimate of {model} on {hardware}; models: {', '.join(MODELS)}")
+    return estimate(hardware, model, MODELS[model])
+
+
+def estimate(hardware: str, model: str, dims: ModelDims) -> ClusterProfile:
+    """A profile of any model from data sheets.
+
+    Args:
+        model: its name, for people.
+
+    Raises:
+        ConfigError: no such hardware here.
+    """
+    if hardware not in HARDWARE:
+        raise ConfigError(f"no estimate of {model} on {hardware}; hardware: {', '.join(HARDWARE)}")
+    machine = HARDWARE[hardware]
     dense = machine.flops_per_s * machine.dense_part
     token_s = 2 * dims.layer_parameters / dense
     head_s = 2 * dims.hidden * dims.vocab / dense
@@ -135,7 +196,7 @@ def estimate_profile(hardware: str, model: str) -> ClusterProfile:
         kind="estimate",
         sources=machine.sources,
         model=model,
-        shape=dims.shape,
+        shape=dims.shape(machine.itemsize),
         ranks_per_node=machine.ranks_per_node,
         dense_forward=Affine(machine.half_tokens * token_s, token_s),
         dense_backward=Affine(2 * machine.half_tokens * token_s, 2 * token_s),
@@ -151,9 +212,11 @@ def estimate_profile(hardware: str, model: str) -> ClusterProfile:
         stage_s=machine.stage_s,
         overlap=machine.overlap,
         memory=Memory(
-            bytes_per_rank=round(0.9 * machine.memory_bytes - states),
+            bytes_per_rank=round(
+                max(LEAST_MEMORY_PART * machine.memory_bytes, 0.9 * machine.memory_bytes - states)
+            ),
             # Inputs of each layer; without checkpointing also norms, projections and the gated product.
-            checkpointed_bytes_per_token=2 * layers * dims.hidden,
-            kept_bytes_per_token=2 * layers * (6 * dims.hidden + 4 * dims.intermediate),
+            checkpointed_bytes_per_token=machine.itemsize * layers * dims.hidden,
+            kept_bytes_per_token=machine.itemsize * layers * (6 * dims.hidden + 4 * dims.intermediate),
         ),
     )

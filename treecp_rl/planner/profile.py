@@ -116,12 +116,15 @@ class ClusterProfile:
         return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
     def require_model(self, shape: ModelShape) -> None:
-        """Refuse a profile of another model.
+        """Refuse a profile of another model. Its number format may differ: that scales every plan alike.
 
         Raises:
             ConfigError: with both shapes.
         """
-        if shape != self.shape:
+        own, other = (
+            (one.num_layers, one.num_heads, one.num_kv_heads, one.head_dim) for one in (self.shape, shape)
+        )
+        if own != other:
             raise ConfigError(
                 f"profile {self.name} is of {self.model}, {self.shape}; the run has {shape}: run "
                 "treecp-rl calibrate with this model, or name its profile"

@@ -1,0 +1,138 @@
+"""PlannerService: a Ray actor beside the trainer that solves requests ahead of the ranks that fetch their plans.
+
+The trainer submits a step's requests as soon as its lengths are known; ranks fetch by key when they need a plan, and
+solve it themselves where it is not there: a plan depends on nothing but its request. Importing this needs no Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from treecp_rl.errors import PlanError
+from treecp_rl.planner.request import PlanRequest
+from treecp_rl.planner.schedule_batch import BatchPlan
+
+SERVICE_NAME = "treecp_planner"
+MOST_PLANS = 4096
+"""Kept by the service; the oldest are dropped first."""
+FETCH_TIMEOUT_SECONDS = 2.0
+"""Longer than a plan takes to solve, shorter than anyone would wait for one."""
+
+Source = Literal["fetched", "missed", "fallback", "alone"]
+"""Where a rank's plan came from: the service; the rank, because the service had not been asked for it, because it
+did not answer, or because there is none."""
+
+
+@dataclass(frozen=True)
+class PlanEvent:
+    """When a plan was asked for and used, seconds since the epoch."""
+
+    key: str
+    num_trees: int
+    submitted_at: float
+    solved_at: float
+    first_fetched_at: float | None
+    """None: by nobody yet."""
+
+
+class PlannerService:
+    """Plans by key. Calls are served one after another: a fetch that overtakes nothing finds what was submitted."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, BatchPlan | PlanError] = OrderedDict()
+        self._events: OrderedDict[str, PlanEvent] = OrderedDict()
+
+    def submit(self, requests: Sequence[PlanRequest], submitted_at: float) -> None:
+        """Solve requests whose plans are not known yet."""
+        for request in requests:
+            key = request.key
+            if key in self._plans:
+                continue
+            plan: BatchPlan | PlanError
+            try:
+                plan = request.solve()
+            except PlanError as error:
+                # The rank that needs the plan reports it, where the step is.
+                plan = error
+            self._plans[key] = plan
+            self._events[key] = PlanEvent(key, len(request.trees), submitted_at, time.time(), None)
+            while len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+                self._events.popitem(last=False)
+
+    def fetch(self, key: str) -> BatchPlan | PlanError | None:
+        """The plan of a request, the error that it ended with, or None if nobody submitted it."""
+        event = self._events.get(key)
+        if event is not None and event.first_fetched_at is None:
+            self._events[key] = PlanEvent(
+                key, event.num_trees, event.submitted_at, event.solved_at, time.time()
+            )
+        return self._plans.get(key)
+
+    def events(self) -> tuple[PlanEvent, ...]:
+        """Of all plans that are kept, oldest first."""
+        return tuple(self._events.values())
+
+
+def start_service() -> Any:
+    """The job's planner actor, named ``SERVICE_NAME``; Ray restarts it if it dies, without its plans."""
+    import ray
+
+    actor = ray.remote(PlannerService).options(
+        name=SERVICE_NAME, num_cpus=0, max_restarts=-1, get_if_exists=True
+    )
+    return actor.remote()
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan, and how a rank came by it."""
+
+    plan: BatchPlan
+    source: Source
+    seconds: float
+    """That the rank waited or computed."""
+
+
+@dataclass
+class PlannerClient:
+    """One rank's view of the service.
+
+    Args:
+        has_service: whether this run has started one; without, every plan is solved here.
+    """
+
+    has_service: bool
+    timeout_seconds: float = FETCH_TIMEOUT_SECONDS
+    _service: Any = field(default=None, repr=False)
+
+    def find(self, request: PlanRequest) -> FoundPlan:
+        """The request's plan.
+
+        Raises:
+            PlanError: there is none.
+        """
+        started = time.perf_counter()
+        answer, source = self._ask(request.key) if self.has_service else (None, "alone")
+        if isinstance(answer, PlanError):
+            raise answer
+        plan = request.solve() if answer is None else answer
+        return FoundPlan(plan, source, time.perf_counter() - started)
+
+    def _ask(self, key: str) -> tuple[BatchPlan | PlanError | None, Source]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        try:
+            if self._service is None:
+                self._service = ray.get_actor(SERVICE_NAME)
+            answer = ray.get(self._service.fetch.remote(key), timeout=self.timeout_seconds)
+        except (RayActorError, GetTimeoutError, ValueError):
+            # Dead, restarting, busy or gone; its successor may answer to the name.
+            self._service = None
+            return None, "fallback"
+        return answer, "missed" if answer is None else "fetched"
