@@ -80,7 +80,12 @@ def test_bad_files_are_named(tmp_path, capsys):
     assert "lacks overlap" in capsys.readouterr().err
 
 
-def test_simulate_prints_tables_and_json(capsys):
+def test_simulate_prints_tables_and_json_and_draws(tmp_path, capsys):
+    assert main(["simulate", "--figures", "15b,18", "--ranks", "2", "--pictures", str(tmp_path)]) == 0
+    assert "pictures: " in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"fig15b.svg", "fig18_2ranks.svg"}
+    assert main(["simulate", "--pictures", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
     assert main(["simulate", "--figures", "18", "--ranks", "8"]) == 0
     assert "AugTree's Fig. 18" in capsys.readouterr().out
     assert main(["simulate", "--figures", "14", "--ranks", "8", "--json"]) == 0

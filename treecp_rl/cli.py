@@ -191,7 +191,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hardware", default="h100", help="h100 or h200")
     parser.add_argument("--ranks", default="8,32", metavar="N,...", help="8 to 1024")
-    parser.add_argument("--figures", default="10,14,16,18", metavar="N,...")
+    parser.add_argument("--figures", default="10,14,15b,16,18", metavar="N,...")
+    parser.add_argument("--pictures", metavar="FOLDER", help="write each figure there as SVG")
     parser.add_argument("--json", action="store_true", help="print the points as JSON only")
     parser.set_defaults(command=_simulate)
 
@@ -357,13 +358,19 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     from treecp_rl.simulator.figures import as_json, render, simulate
+    from treecp_rl.simulator.pictures import write_pictures
 
     try:
         ranks = [int(count) for count in options.ranks.split(",")]
     except ValueError as error:
         raise ConfigError(f"--ranks {options.ranks!r}: write whole numbers, such as 8,32") from error
-    points = simulate(options.hardware, ranks, options.figures.split(","))
-    _print(as_json(points, options.hardware), render(points, options.hardware), options.json)
+    if options.pictures is not None and not Path(options.pictures).is_dir():
+        raise ConfigError(f"--pictures {options.pictures}: no such folder; create it, or name another")
+    found = simulate(options.hardware, ranks, options.figures.split(","))
+    text = render(found)
+    if options.pictures is not None:
+        text += "\n\npictures: " + ", ".join(map(str, write_pictures(found, options.pictures)))
+    _print(as_json(found), text, options.json)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Trees, ranks, profile -> seconds of each method on the same costs: the paper's, honest packed baselines, and ours.
 
-Every method is scored by the closed forms that our own plans are scored by, so that ratios compare plans, not models.
+A method chooses a plan for a tree; the plan is lowered to the schedules that the engine would run, and these are scored
+by ``planner.seconds``, whatever the method. On more ranks than lowering is quick for, closed forms score all of them.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Kind
+from treecp_rl.plan import Decision, Kind
 from treecp_rl.planner.forms import Candidate, RunOptions, Space, cost_table, powers_of_two, token_pairs
-from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.schedule_batch import Policy, plan_batch
+from treecp_rl.planner.lower import lower
+from treecp_rl.planner.lower_plan import lower_plan, nodes_of
+from treecp_rl.planner.profile import ClusterProfile, Form
+from treecp_rl.planner.schedule_batch import BatchPlan, PlannedPass, PlannedTree, Policy, plan_batch
 from treecp_rl.planner.search import DEFAULT_OPTIONS, TreeLengths, TreeSearch, Workload, tree_features
+from treecp_rl.planner.seconds import Pass, predict
 
 MOST_DEGREE = 128
 """Largest degree that Algorithm 1 tries for one tree."""
+MOST_LOWERED_RANKS = 64
+"""Ranks up to which methods are scored by lowered schedules: a ring's tiles grow with the square of the ranks."""
+Measure = Literal["schedules", "closed forms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,19 @@ class Cluster:
     num_ranks: int
     options: RunOptions = DEFAULT_OPTIONS
 
+    @property
+    def measure(self) -> Measure:
+        """What scores plans on it."""
+        return "schedules" if self.num_ranks <= MOST_LOWERED_RANKS else "closed forms"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a method does with a tree: a candidate, and the round of each response (flat: the pass of each row)."""
+
+    candidate: Candidate
+    round_of: tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -35,51 +56,113 @@ class Method:
 
     name: str
     what: str
-    seconds: Callable[[TreeLengths, Cluster], float]
+    choose: Callable[[TreeLengths, Cluster], Plan]
 
 
-def score(tree: TreeLengths, candidate: Candidate, cluster: Cluster) -> float:
-    """Seconds of one candidate, whatever it needs."""
-    table = cost_table(cluster.profile, cluster.options, (candidate,))
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a plan costs."""
+
+    seconds: float
+    moved_bytes: float
+    """Sent by all ranks, all layers, as often as forward and backward run."""
+
+
+def outcome(tree: TreeLengths, plan: Plan, cluster: Cluster) -> Outcome:
+    """The plan by the cluster's measure.
+
+    Raises:
+        PlanError: a plan that has no schedule, or as ``score_closed`` where closed forms are the measure.
+    """
+    if cluster.measure == "schedules":
+        found = predict(_passes(tree, plan, cluster), cluster.profile, cluster.options)
+        return Outcome(found.seconds, float(found.moved_bytes))
+    return score_closed(tree, plan, cluster)
+
+
+def score_closed(tree: TreeLengths, plan: Plan, cluster: Cluster) -> Outcome:
+    """The plan by closed forms, on any number of ranks.
+
+    Raises:
+        PlanError: a kind that has none.
+    """
+    if plan.candidate.kind == "dcp_fused":
+        raise PlanError(f"dcp_fused has no closed form; schedules score up to {MOST_LOWERED_RANKS} ranks")
+    table = cost_table(cluster.profile, cluster.options, (plan.candidate,))
     features = tree_features(Workload(tree, token_pairs(cluster.profile)), table.index)
-    return float(table.seconds(features)[0])
+    return Outcome(float(table.seconds(features)[0]), float(table.moved_bytes(features)[0]))
+
+
+def _passes(tree: TreeLengths, plan: Plan, cluster: Cluster) -> list[Pass]:
+    """The schedules that the engine would run."""
+    if plan.candidate.form == "flat":
+        return [
+            _flat_pass(
+                [row for row, at in zip(_rows(tree), plan.round_of, strict=True) if at == number],
+                plan,
+                cluster,
+            )
+            for number in range(max(plan.round_of) + 1)
+        ]
+    planned = PlannedTree(0, plan.candidate, 0, 0.0, plan.round_of)
+    one = PlannedPass((planned,), 0.0)
+    ((_, passes),) = lower_plan(BatchPlan("auto", cluster.num_ranks, "", (one,), 0.0), [tree])
+    return passes
+
+
+def _flat_pass(rows: Sequence[TreeLengths], plan: Plan, cluster: Cluster) -> Pass:
+    """Rows side by side, each over all ranks of the plan."""
+    nodes = nodes_of(rows)
+    decision = Decision(plan.candidate.kind, degree=plan.candidate.degree)
+    return Pass(lower(nodes, [decision] * len(rows), cluster.num_ranks), nodes)
 
 
 def _rows(tree: TreeLengths) -> list[TreeLengths]:
     return [TreeLengths(tree.prompt, (response,)) for response in tree.responses]
 
 
-def _flat(tree: TreeLengths, cluster: Cluster) -> float:
-    """Every row on its own, a call a row."""
-    rounds = len(tree.responses)
-    return score(tree, Candidate("flat", "ring", cluster.num_ranks, 1, rounds), cluster)
+def _packed(tree: TreeLengths, candidate: Candidate) -> Plan:
+    """All in one pass, or in one round."""
+    return Plan(candidate, (0,) * len(tree.responses))
 
 
-def _flat_packed(tree: TreeLengths, cluster: Cluster) -> float:
-    return score(tree, Candidate("flat", "ring", cluster.num_ranks), cluster)
+def _one_by_one(tree: TreeLengths, form: Form, kind: Kind, cluster: Cluster) -> Plan:
+    """A call a response."""
+    count = len(tree.responses)
+    return Plan(Candidate(form, kind, cluster.num_ranks, 1, count), tuple(range(count)))
 
 
-def _reuse(tree: TreeLengths, cluster: Cluster) -> float:
-    """The prompt once, then a call a response, all by ring."""
-    rounds = len(tree.responses)
-    return score(tree, Candidate("split", "tree_move_kv", cluster.num_ranks, 1, rounds), cluster)
+def _flat(tree: TreeLengths, cluster: Cluster) -> Plan:
+    return _one_by_one(tree, "flat", "ring", cluster)
 
 
-def _reuse_packed(tree: TreeLengths, cluster: Cluster) -> float:
-    return score(tree, Candidate("split", "tree_move_kv", cluster.num_ranks), cluster)
+def _flat_packed(tree: TreeLengths, cluster: Cluster) -> Plan:
+    return _packed(tree, Candidate("flat", "ring", cluster.num_ranks))
 
 
-def _fused_ring(tree: TreeLengths, cluster: Cluster) -> float:
-    kind: Kind = "ring" if cluster.num_ranks > 1 else "local"
-    return score(tree, Candidate("fused", kind, cluster.num_ranks), cluster)
+def _reuse(tree: TreeLengths, cluster: Cluster) -> Plan:
+    return _one_by_one(tree, "split", "tree_move_kv", cluster)
 
 
-def _best(space: Space) -> Callable[[TreeLengths, Cluster], float]:
-    def seconds(tree: TreeLengths, cluster: Cluster) -> float:
+def _reuse_packed(tree: TreeLengths, cluster: Cluster) -> Plan:
+    return _packed(tree, Candidate("split", "tree_move_kv", cluster.num_ranks))
+
+
+def _fused(kind: Kind) -> Callable[[TreeLengths, Cluster], Plan]:
+    def choose(tree: TreeLengths, cluster: Cluster) -> Plan:
+        here: Kind = kind if cluster.num_ranks > 1 else "local"
+        return _packed(tree, Candidate("fused", here, cluster.num_ranks))
+
+    return choose
+
+
+def _best(space: Space) -> Callable[[TreeLengths, Cluster], Plan]:
+    def choose(tree: TreeLengths, cluster: Cluster) -> Plan:
         degrees = powers_of_two(min(MOST_DEGREE, cluster.num_ranks))
-        return TreeSearch(cluster.profile, degrees, cluster.options, space)(tree).seconds
+        found = TreeSearch(cluster.profile, degrees, cluster.options, space)(tree)
+        return Plan(found.candidate, found.round_of)
 
-    return seconds
+    return choose
 
 
 METHODS = (
@@ -87,7 +170,8 @@ METHODS = (
     Method("MegaN packed", "the same rows in one call", _flat_packed),
     Method("MegaR", "prompt once, ring, one call a response (the paper's)", _reuse),
     Method("MegaR packed", "prompt once, ring, all responses in one call", _reuse_packed),
-    Method("fused ring", "prompt and responses in one call, ring", _fused_ring),
+    Method("fused ring", "prompt and responses in one call, ring", _fused("ring")),
+    Method("DCP fused", "blocks of prompt and responses dealt out by work, one call", _fused("dcp_fused")),
     Method("AugTree", "Algorithm 1", _best("augtree")),
     Method("treecp", "Algorithm 1 over our space", _best("full")),
 )
