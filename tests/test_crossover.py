@@ -1,4 +1,4 @@
-"""Proves that benchmarks/crossover.py runs real ranks, that bytes sent are bytes predicted, and that it notices if not."""
+"""Proves that benchmarks/crossover.py runs real ranks, that bytes sent are as predicted, and that it notices if not."""
 
 import importlib.util
 import json
