@@ -75,7 +75,8 @@ def by_exhaustion(tree, profile, space, options):
         table = table_of(profile, options, one)
         workload = Workload(tree, token_pairs(profile))
         features = tree_features(workload, table.index)
-        if one.form == "flat":
+        if one.form == "flat" or one.kind == "gather_whole":
+            # Responses lie as they must, so there is nothing to try.
             if table.limits[0] @ features > profile.memory.bytes_per_rank:
                 continue
         else:

@@ -23,7 +23,7 @@ UNEVEN = [
 KINDS = [
     (form, kind)
     for form, kinds in {
-        "fused": ("local", "gather", "ring", "tree_move_kv", "move_q", "heads"),
+        "fused": ("local", "gather", "gather_whole", "ring", "tree_move_kv", "move_q", "heads"),
         "split": ("gather", "tree_move_kv", "move_q", "heads"),
         "flat": ("ring",),
     }.items()

@@ -59,6 +59,11 @@ class Candidate:
     def decision(self) -> Decision:
         return Decision(self.kind, degree=self.degree, lanes=self.lanes)
 
+    @property
+    def placed_lanes(self) -> int:
+        """Lanes whose busiest one its costs are of: whole responses have a rank each."""
+        return self.degree if self.kind == "gather_whole" else self.lanes
+
 
 def powers_of_two(most: int) -> tuple[int, ...]:
     """1, 2, 4 ... up to ``most``."""
@@ -102,7 +107,9 @@ def candidates(
 def _fused(degree: int, lanes: Sequence[int], num_kv_heads: int) -> list[Candidate]:
     if degree == 1:
         return [Candidate("fused", "local", 1)]
-    kinds: tuple[Kind, ...] = ("gather", "ring", "move_q")
+    kinds: list[Kind] = ["gather", "ring", "move_q"]
+    if degree <= MOST_EVEN_LANES:
+        kinds.append("gather_whole")
     found = [Candidate("fused", kind, degree) for kind in kinds]
     found += [Candidate("fused", "tree_move_kv", degree, s) for s in lanes if s > 1]
     heads = _heads_lanes(degree, num_kv_heads)
@@ -258,8 +265,8 @@ class CostTable:
 @lru_cache(maxsize=128)
 def cost_table(profile: ClusterProfile, options: RunOptions, chosen: tuple[Candidate, ...]) -> CostTable:
     """Coefficients of ``chosen``; kept for equal arguments, because a run asks once a batch."""
-    degrees = tuple(sorted({one.degree for one in chosen} | {one.degree // one.lanes for one in chosen}))
-    lanes = {1} | {one.lanes for one in chosen}
+    degrees = tuple(sorted({one.degree // part for one in chosen for part in (1, one.placed_lanes)}))
+    lanes = {1} | {one.placed_lanes for one in chosen}
     if any(one.kind in _CUTTING_KINDS for one in chosen):
         lanes |= set(powers_of_two(min(MOST_EVEN_LANES, degrees[-1])))
     index = FeatureIndex(degrees, tuple(sorted(lanes)))
@@ -410,7 +417,7 @@ class _Phases:
     def __init__(self, candidate: Candidate, index: FeatureIndex, profile: ClusterProfile) -> None:
         self._kind = candidate.kind
         self._profile = profile
-        self.degree, self._lanes, self._rounds = candidate.degree, candidate.lanes, candidate.rounds
+        self.degree, self._lanes, self._rounds = candidate.degree, candidate.placed_lanes, candidate.rounds
         self._per_lane = self.degree // self._lanes
         self._one, self._zero = index.unit("one"), np.zeros(index.size)
         (
@@ -469,6 +476,8 @@ class _Phases:
     def _main(self, prompt_pairs: Floats, *, prompts: Floats, is_replay: bool) -> _Phase:
         if self._kind in ("tree_move_kv", "heads"):
             return self._in_lanes(prompt_pairs, prompts, is_replay)
+        if self._kind == "gather_whole":
+            return self._uncut(prompt_pairs, prompts)
         d, b = self.degree, self._rounds
         pairs = prompt_pairs + self._cross + self._response_pairs
         tiles = self._whole_tiles()
@@ -495,15 +504,26 @@ class _Phases:
         phase.total_kv = (d - 1) * (b * self.prompt + 0.75 * self._cut_tokens)
         return self._at_once(phase, b * all_prompt + cut, self._zero, hidden, b)
 
+    def _uncut(self, prompt_pairs: Floats, prompts: Floats) -> _Phase:
+        """Whole responses, a lane on each rank; the prompt's K/V come to all ranks at once."""
+        d, b = self.degree, self._rounds
+        pairs = prompt_pairs / d + self._lane_cross + self._lane_pairs
+        phase = self._phase(prompts / d + self._lane, self._lane, pairs, self._whole_tiles())
+        phase.arrived_kv = self.prompt * ((d - 1) / d)
+        phase.total_kv = (d - 1) * b * self.prompt
+        hidden = prompt_pairs / d**2 + self._lane_cross / d + self._lane_pairs
+        return self._at_once(phase, b * phase.arrived_kv, self._zero, hidden, b)
+
     def _whole_tiles(self) -> Floats:
         """Tiles of a rank whose responses are whole, as lowering gives them; measured, not derived."""
         d, b = self.degree, self._rounds
         if d == 1:
             return 2 * b * self._one + self._group
         if self._kind == "move_q":
-            return (3 + 5 * b) * self._one + 5 / d * self._group
-        whole = (self._group - self._cut) * ((4 if d == 2 else 6) / d)
-        return (3 + 3 * b) * self._one + whole + 16 * self._cut
+            return (3 + 5 * b) * self._one + 5 / d * self._group + 12 * self._cut
+        cut = self._zero if self._kind == "gather_whole" else self._cut
+        whole = (self._group - cut) * ((4 if d == 2 else 6) / d)
+        return (3 + 3 * b) * self._one + whole + 16 * cut
 
     def _in_lanes(self, prompt_pairs: Floats, prompts: Floats, is_replay: bool) -> _Phase:
         d, s, b, per_lane = self.degree, self._lanes, self._rounds, self._per_lane

@@ -11,7 +11,7 @@ rank-seconds, and one pass holds the longest tree. ``gap`` is the plan's distanc
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -37,7 +37,14 @@ from treecp_rl.planner.forms import (
 )
 from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.search import DEFAULT_OPTIONS, EVEN_PART, TreeLengths, TreeSearch, fitting
+from treecp_rl.planner.search import (
+    DEFAULT_OPTIONS,
+    EVEN_PART,
+    WRAPPED_CUT,
+    TreeLengths,
+    TreeSearch,
+    fitting,
+)
 
 Policy = Literal["auto", "nsp", "disjoint", "static"]
 Effort = Literal["fast", "thorough"]
@@ -49,6 +56,8 @@ MEMORY_PART = 0.9
 """Part of a rank's memory that a batch plans with: closed forms miss the lowered peak by some percent."""
 GOOD_GAP = 0.005
 """Gap at which the search stops."""
+LEAST_GAIN = 0.002
+"""Distance of the best layout from a missed target at which the search stops."""
 FIRST_EXCESS = 0.02
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
 LEAST_EXCESS = 0.002
@@ -221,8 +230,9 @@ class _Tasks:
         features = batch_features(trees, table.index, token_pairs(profile))
         seconds = table.marginal_seconds(features)
         limits = features @ table.limits.T
-        num_tokens = np.array([tree.num_tokens for tree in trees])[:, None]
-        group = features[:, table.index.position["group"]][:, None]
+        at = table.index.position
+        num_tokens = features[:, [at["prompt"], at["responses"]]].sum(axis=1, keepdims=True)
+        group = features[:, at["group"]][:, None]
         fits = fitting(table, limits, num_tokens, profile.memory.bytes_per_rank, options)
         fits &= np.array([one.lanes for one in table.candidates]) <= group
         room = self._room(limits, len(table.candidates))
@@ -254,12 +264,12 @@ class _Tasks:
         The least T for which every tree has a degree of at most T seconds, and their rank-seconds at the cheapest such
         degrees fit into T on all ranks: a plan of T seconds has both (Ludwig and Tiwari 1994).
         """
-        seconds, area = self.seconds[self.shared], self.area[self.shared]
-        low = max(float(area.min(axis=1).sum()) / self.num_ranks, float(seconds.min(axis=1).max()))
+        seconds, area = (np.ascontiguousarray(of[self.shared].T) for of in (self.seconds, self.area))
+        low = max(float(area.min(axis=0).sum()) / self.num_ranks, float(seconds.min(axis=0).max()))
         high = low
 
         def is_enough(total: float) -> bool:
-            within = np.where(seconds <= total, area, np.inf).min(axis=1)
+            within = np.where(seconds <= total, area, np.inf).min(axis=0)
             return float(within.sum()) <= self.num_ranks * total
 
         while not is_enough(high):
@@ -272,8 +282,14 @@ class _Tasks:
     @cached_property
     def order(self) -> list[int]:
         """Shared trees, most rank-seconds first."""
-        least = self.area.min(axis=1).tolist()
-        return sorted(self.shared, key=lambda tree: (-least[tree], tree))
+        shared = np.array(self.shared)
+        by_area: list[int] = shared[np.argsort(-self.area[shared].min(axis=1), kind="stable")].tolist()
+        return by_area
+
+    @cached_property
+    def seconds_lists(self) -> list[list[float]]:
+        seconds: list[list[float]] = self.seconds.tolist()
+        return seconds
 
     @cached_property
     def room_lists(self) -> list[list[float]]:
@@ -302,7 +318,7 @@ class _Tasks:
 
     def planned(self, tree: int, level: int, first_rank: int) -> PlannedTree:
         candidate = self._candidates[self._chosen_lists[tree][level]]
-        return PlannedTree(tree, candidate, first_rank, float(self.seconds[tree, level]))
+        return PlannedTree(tree, candidate, first_rank, self.seconds_lists[tree][level])
 
     def alone(self, tree: int) -> PlannedTree:
         """A tree that exceeds every pass: split, in passes of its own.
@@ -344,77 +360,80 @@ def batch_features(trees: Sequence[TreeLengths], index: FeatureIndex, pairs_per_
     """[T, F] as ``tree_features``, but that lanes are filled largest first."""
     group = np.array([len(tree.responses) for tree in trees])
     prompt = np.array([tree.prompt for tree in trees], dtype=np.float64)
-    flat = np.fromiter(chain.from_iterable(tree.responses for tree in trees), np.float64, int(group.sum()))
+    flat = list(chain.from_iterable([tree.responses for tree in trees]))
     place = np.arange(int(group.max())) < group[:, None]
-    responses = np.zeros(place.shape)
-    responses[place] = flat
-    responses = -np.sort(-responses, axis=1)
+    descending = np.zeros(place.shape)
+    descending[place] = flat
+    descending.sort(axis=1)
+    # [G, T]: sums over the responses of a tree then run along rows.
+    responses = np.ascontiguousarray(descending[:, ::-1].T)
     squares = responses * responses
     per_token = pairs_per_token + prompt
-    works = responses * (per_token + 0.5)[:, None] + 0.5 * squares
-    total = responses.sum(axis=1)
-    own = 0.5 * (squares.sum(axis=1) + total)
+    works = responses * (per_token + 0.5) + 0.5 * squares
+    total = responses.sum(axis=0)
+    own = 0.5 * (squares.sum(axis=0) + total)
     prompt_pairs = 0.5 * prompt * (prompt + 1)
-    lane_tokens, lane_pairs = _critical_lanes(responses, works, index.lanes)
-    lane_works = lane_tokens * per_token[:, None] + lane_pairs
-    work = prompt * (pairs_per_token + 0.5 * prompt)
-    zigzags = _batch_zigzags(responses, works, work, lane_works, index)
+    lanes = [(total, own), *(_critical_lanes(responses, works, s) for s in index.lanes[1:])]
+    lane_tokens, lane_pairs = (np.stack(both) for both in zip(*lanes, strict=True))
+    prompt_work = prompt * (pairs_per_token + 0.5 * prompt)
+    zigzags = _batch_zigzags(responses, works, prompt_work, lane_tokens * per_token + lane_pairs, index)
     columns = [np.ones_like(prompt), prompt, prompt_pairs, total, prompt * total, own, group]
     columns += [group * prompt, group * prompt_pairs]
-    lanes = [lane_tokens, prompt[:, None] * lane_tokens, lane_pairs]
-    return np.concatenate([np.stack(columns, axis=1), *lanes, *zigzags], axis=1)
+    rows = np.concatenate([columns, lane_tokens, prompt * lane_tokens, lane_pairs, *zigzags])
+    return np.ascontiguousarray(rows.T)
 
 
-def _critical_lanes(responses: Floats, works: Floats, lanes: tuple[int, ...]) -> tuple[Floats, Floats]:
-    """[T, S] tokens and own pairs of each tree's busiest of s lanes, filled largest first; ``responses`` descend."""
-    num_trees, width = responses.shape
-    most = lanes[-1]
-    is_missing = (np.arange(most)[:, None] >= np.array(lanes))[:, None, :]
-    load = np.zeros((most, num_trees, len(lanes)))
-    load += np.where(is_missing, np.inf, 0.0)
-    flat, at = load.reshape(most, -1), np.arange(num_trees * len(lanes))
-    lane_of = np.empty((width, num_trees * len(lanes)), dtype=np.int64)
-    for unit in range(width):
-        lane = lane_of[unit] = flat.argmin(axis=0)
-        flat[lane, at] += np.repeat(works[:, unit], len(lanes))
-    busiest = np.where(is_missing, -1.0, load).reshape(most, -1).argmax(axis=0)
-    is_in = (lane_of == busiest).reshape(width, num_trees, len(lanes))
-    tokens = (is_in * responses.T[:, :, None]).sum(axis=0)
-    squares = (is_in * (responses * responses).T[:, :, None]).sum(axis=0)
-    return tokens, 0.5 * (squares + tokens)
+def _critical_lanes(responses: Floats, works: Floats, lanes: int) -> tuple[Floats, Floats]:
+    """[T] tokens and own pairs of each tree's busiest lane, filled largest first; ``responses`` [G, T] descend."""
+    width, num_trees = responses.shape
+    if lanes >= width:
+        return responses[0], 0.5 * (responses[0] * responses[0] + responses[0])
+    load, trees = works[:lanes].copy(), np.arange(num_trees)
+    lane_of = np.empty((width, num_trees), dtype=np.int64)
+    lane_of[:lanes] = np.arange(lanes)[:, None]
+    for unit in range(lanes, width):
+        lane = lane_of[unit] = load.argmin(axis=0)
+        load[lane, trees] += works[unit]
+    is_in = lane_of == load.argmax(axis=0)
+    of_lane = responses * is_in
+    tokens = of_lane.sum(axis=0)
+    return tokens, 0.5 * ((of_lane * of_lane).sum(axis=0) + tokens)
 
 
 def _batch_zigzags(
     responses: Floats, works: Floats, prompt_work: Floats, lane_works: Floats, index: FeatureIndex
 ) -> list[Floats]:
-    """[T, D] each: long responses and their tokens, those that ``gather`` cuts and theirs."""
-    degrees, lanes = np.array(index.degrees), np.array(index.lanes)
-    per_lane = degrees[:, None] // lanes
+    """[D, T] each: long responses and their tokens, those that ``gather`` cuts and theirs."""
+    degrees, lanes = np.array(index.degrees)[:, None], np.array(index.lanes)
     floors, floor_of = np.unique(
-        np.concatenate([index.zigzag_floors, (2 * ZIGZAG_FLOOR * per_lane).ravel()]), return_inverse=True
+        np.concatenate([index.zigzag_floors, (2 * ZIGZAG_FLOOR * (degrees // lanes)).ravel()]),
+        return_inverse=True,
     )
-    num_over = (responses[:, :, None] >= floors).sum(axis=1)
-    sums = np.concatenate([np.zeros((len(works), 1)), responses.cumsum(axis=1)], axis=1)
-    of_responses = works.sum(axis=1)
+    lane_floor_of = floor_of[len(degrees) :].reshape(len(degrees), len(lanes))
+    trees = np.arange(responses.shape[1])
+    num_over = (responses[:, None, :] >= floors[:, None]).sum(axis=0)
+    sums = np.concatenate([np.zeros((1, len(trees))), responses.cumsum(axis=0)])
+    of_responses = works.sum(axis=0)
     work = of_responses + prompt_work
-    long = num_over[:, floor_of[: len(degrees)]]
-    cut = np.minimum(long, (works[:, :, None] > (work[:, None] / degrees)[:, None, :]).sum(axis=1))
+    long = num_over[floor_of[: len(degrees)]]
+    cut = np.minimum(long, (works[:, None, :] > work / degrees).sum(axis=0))
     # The most lanes that are even and at most d; one lane is even.
-    is_even = lane_works * lanes <= (of_responses + EVEN_PART * work)[:, None]
-    is_even[:, 0] = True
-    usable = is_even[:, None, :] & (lanes <= degrees[:, None])
-    chosen = len(lanes) - 1 - usable[:, :, ::-1].argmax(axis=2)
-    in_lane = np.take_along_axis(
-        num_over, floor_of[len(degrees) :].reshape(per_lane.shape)[np.arange(len(degrees)), chosen], axis=1
+    limit = of_responses + EVEN_PART * work
+    is_even = lane_works * lanes[:, None] <= limit
+    chosen = np.zeros_like(cut)
+    for position, s in enumerate(index.lanes[1:], 1):
+        chosen[is_even[position] & (s <= degrees)] = position
+    busiest = np.stack(
+        [lane_works[index.lanes.index(d)] if d in index.lanes else works[0] for d in index.degrees]
     )
-    width = per_lane[np.arange(len(degrees)), chosen]
-    in_lane[width == 1] = 0
-    in_lanes = (cut > 0) & (chosen > 0)
-    part = np.where(in_lanes, (width - 1) / np.maximum(degrees - 1, 1), 1.0)
-    whole = np.where(in_lanes, in_lane, cut)
-    cut_tokens = np.take_along_axis(sums, whole, axis=1) * part
-    count = np.where(in_lanes, in_lane / lanes[chosen], cut)
-    return [long.astype(np.float64), np.take_along_axis(sums, long, axis=1), count, cut_tokens]
+    is_wrapped = (cut == 0) & (busiest * degrees > limit)
+    chosen[cut == 0] = 0
+    in_lanes, rows = chosen > 0, np.arange(len(degrees))[:, None]
+    per_lane = degrees // lanes[chosen]
+    whole = np.where(in_lanes, num_over[lane_floor_of[rows, chosen], trees] * (per_lane > 1), cut)
+    part = np.where(in_lanes, (per_lane - 1) / np.maximum(degrees - 1, 1), 1.0)
+    count = whole / lanes[chosen] + WRAPPED_CUT * (degrees - 1) * is_wrapped
+    return [long.astype(np.float64), sums[long, trees], count, sums[whole, trees] * part]
 
 
 @dataclass(slots=True)
@@ -434,11 +453,10 @@ class _Layout:
 
     def passes(self, tasks: _Tasks, fixed: float) -> list[PlannedPass]:
         trees: list[list[PlannedTree]] = [[] for _ in range(self.num_passes)]
-        for tree in sorted(self.place):
-            number, first_rank = self.place[tree]
+        for (number, first_rank), tree in sorted([(place, tree) for tree, place in self.place.items()]):
             trees[number].append(tasks.planned(tree, self.level[tree], first_rank))
         return [
-            PlannedPass(tuple(sorted(one, key=lambda t: (t.first_rank, t.tree))), fixed + seconds)
+            PlannedPass(tuple(one), fixed + seconds)
             for one, seconds in zip(trees, self.pass_seconds, strict=True)
             if one
         ]
@@ -491,14 +509,14 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
         is_met = reached <= ratio * (1 + 1e-9)
         if reached < best_ratio:
             best, best_ratio = layout, reached
-        if best_ratio <= 1 + GOOD_GAP:
-            break
         if not is_met:
             limits.append(limits.pop(0))
             num_missed += 1
             if num_missed < len(limits) and ratio < best_ratio:
                 continue
             missed = max(missed, min(ratio, best_ratio))
+        if best_ratio <= max(1 + GOOD_GAP, missed + LEAST_GAIN):
+            break
         num_missed = 0
         ratio = (missed + best_ratio) / 2
     return best
@@ -529,9 +547,10 @@ def _lay(
         seconds, rooms, least_need = seconds_of[tree], room_of[tree], least_needs[at]
         chosen, least = None, np.inf
         for level in range(num_levels):
-            if seconds[level] == np.inf:
+            most_load = target - seconds[level]
+            if most_load < 0.0:
                 continue
-            found = blocks.fullest(level, target - seconds[level], rooms[level], least_need[level])
+            found = blocks.fullest(level, most_load, rooms[level], least_need[level])
             if found is not None:
                 chosen = level, found
                 break
@@ -560,17 +579,16 @@ def _fill_leaves(
     """The small trees, each whole on the fullest rank that meets the target."""
     seconds, needs = tasks.seconds[:, 0].tolist(), tasks.room[:, 0].tolist()
     num_ranks = tasks.num_ranks
-    leaves = blocks.alone()
     for tree in order:
         need = needs[tree]
-        rank = leaves.fullest(0, target - seconds[tree], need, 0.0)
+        rank = blocks.fullest(0, target - seconds[tree], need, 0.0)
         if rank is None:
-            rank = leaves.lightest(0, need)
+            rank = blocks.lightest(0, need)
             if rank is None:
                 return None
-        leaves.put(0, rank, seconds[tree], need)
+        blocks.put_whole(rank, seconds[tree], need)
         layout.level[tree], layout.place[tree] = 0, divmod(rank, num_ranks)
-    loads = leaves.loads[0]
+    loads = blocks.loads[0]
     layout.pass_seconds = [max(loads[first : first + num_ranks]) for first in range(0, len(loads), num_ranks)]
     return layout
 
@@ -579,21 +597,17 @@ class _Blocks:
     """Ranks of all passes side by side, and for each degree the load and room of its aligned blocks.
 
     A block's load is that of its busiest rank, its room that of its fullest. Blocks of a degree are kept sorted by
-    load.
+    load: loads in one list, which block each is in another.
     """
 
     def __init__(self, degrees: tuple[int, ...], num_slots: int) -> None:
         self._degrees = degrees
-        self.loads = [[0.0] * (num_slots // degree) for degree in degrees]
-        self.rooms = [[0.0] * (num_slots // degree) for degree in degrees]
-        self._sorted = [[(0.0, block) for block in range(num_slots // degree)] for degree in degrees]
-
-    def alone(self) -> _Blocks:
-        """The ranks on their own, for trees of degree 1 only."""
-        leaves = _Blocks((1,), 0)
-        leaves.loads, leaves.rooms = self.loads[:1], self.rooms[:1]
-        leaves._sorted = [sorted((load, rank) for rank, load in enumerate(self.loads[0]))]
-        return leaves
+        counts = [num_slots // degree for degree in degrees]
+        self.loads = [[0.0] * count for count in counts]
+        self.rooms = [[0.0] * count for count in counts]
+        self._sorted = [[0.0] * count for count in counts]
+        self._block_at = [list(range(count)) for count in counts]
+        self._is_out = [bytearray(count) for count in counts]
 
     def fullest(self, level: int, most_load: float, need: float, least_need: float) -> int | None:
         """The block of most load up to ``most_load`` with room for ``need``, or None after ``MOST_LOOKS`` without.
@@ -601,56 +615,63 @@ class _Blocks:
         Args:
             least_need: blocks without room for that are left out from now on.
         """
-        ordered, rooms = self._sorted[level], self.rooms[level]
-        at = bisect_right(ordered, (most_load, len(rooms))) - 1
+        block_at, rooms = self._block_at[level], self.rooms[level]
+        at = bisect_right(self._sorted[level], most_load) - 1
         last = at - MOST_LOOKS
         while at >= 0 and at > last:
-            block = ordered[at][1]
+            block = block_at[at]
             if rooms[block] + need <= 1.0:
                 return block
             if rooms[block] + least_need > 1.0:
-                del ordered[at]
+                del self._sorted[level][at], block_at[at]
+                self._is_out[level][block] = 1
             at -= 1
         return None
 
     def lightest(self, level: int, need: float) -> int | None:
         """The least loaded block with room for ``need``."""
         rooms = self.rooms[level]
-        return next((block for _, block in self._sorted[level] if rooms[block] + need <= 1.0), None)
+        return next((block for block in self._block_at[level] if rooms[block] + need <= 1.0), None)
 
     def put(self, level: int, block: int, seconds: float, need: float) -> None:
         """Add a tree to all ranks of a block."""
         degree = self._degrees[level]
         for lower in range(level + 1):
             factor = degree // self._degrees[lower]
-            loads, rooms, ordered = self.loads[lower], self.rooms[lower], self._sorted[lower]
+            loads, rooms = self.loads[lower], self.rooms[lower]
             for inner in range(block * factor, (block + 1) * factor):
-                load = loads[inner]
                 rooms[inner] += need
-                loads[inner] = load + seconds
-                _move(ordered, inner, load, load + seconds)
+                self._raise(lower, inner, loads[inner] + seconds)
         load, room, first = self.loads[level][block], self.rooms[level][block], block * degree
         for upper in range(level + 1, len(self._degrees)):
             outer = first // self._degrees[upper]
-            loads, rooms = self.loads[upper], self.rooms[upper]
-            is_fuller, is_longer = room > rooms[outer], load > loads[outer]
+            is_fuller, is_longer = room > self.rooms[upper][outer], load > self.loads[upper][outer]
             if is_fuller:
-                rooms[outer] = room
+                self.rooms[upper][outer] = room
             if is_longer:
-                _move(self._sorted[upper], outer, loads[outer], load)
-                loads[outer] = load
+                self._raise(upper, outer, load)
             elif not is_fuller:
                 # Nor is any block around this one.
                 break
 
+    def put_whole(self, rank: int, seconds: float, need: float) -> None:
+        """Add a tree to a rank where blocks of ranks do not matter any more."""
+        self.rooms[0][rank] += need
+        self._raise(0, rank, self.loads[0][rank] + seconds)
 
-def _move(ordered: list[tuple[float, int]], block: int, before: float, after: float) -> None:
-    """Raise a block's load among sorted ones; blocks without room have left."""
-    entry = before, block
-    at = bisect_left(ordered, entry)
-    if at < len(ordered) and ordered[at] == entry:
-        del ordered[at]
-        insort(ordered, (after, block), at)
+    def _raise(self, level: int, block: int, load: float) -> None:
+        loads = self.loads[level]
+        before, loads[block] = loads[block], load
+        if self._is_out[level][block]:
+            return
+        ordered, block_at = self._sorted[level], self._block_at[level]
+        at = bisect_left(ordered, before)
+        if block_at[at] != block:
+            at = block_at.index(block, at)
+        del ordered[at], block_at[at]
+        at = bisect_right(ordered, load, at)
+        ordered.insert(at, load)
+        block_at.insert(at, block)
 
 
 BEAM_PREFIX = 128

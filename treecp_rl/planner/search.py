@@ -312,6 +312,9 @@ def tree_features(workload: Workload, index: FeatureIndex) -> Floats:
 EVEN_PART = 0.03
 """Part of a tree's work by which lanes may differ when filled largest first and still be taken as even: the engine's
 own search finds evener ones (``place.placements``), which it then chooses over cutting responses."""
+WRAPPED_CUT = 0.1
+"""Where whole responses are uneven and none is long, some are wrapped around the ranks: of the tiles that a long
+response's cut adds, so many for each rank. Measured, not derived."""
 
 
 def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[float]) -> list[float]:
@@ -321,20 +324,22 @@ def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[f
     work = of_responses + workload.prompt_work
     sums = [0, *accumulate(reversed(ordered))]
     long = [group - bisect_left(ordered, floor) for floor in index.zigzag_floors]
+    limit = of_responses + EVEN_PART * work
+    even = [s for s, w in zip(index.lanes, lane_works, strict=True) if s > 1 and s * w <= limit]
+    busiest = dict(zip(index.lanes, lane_works, strict=True))
     cut: list[float] = []
     cut_tokens: list[float] = []
     for d, num_long in zip(index.degrees, long, strict=True):
         count: float = min(num_long, group - bisect_right(works, work / d))
         tokens: float = sums[int(count)]
-        if count:
-            limit = of_responses + EVEN_PART * work
-            even = [s for s, w in zip(index.lanes, lane_works, strict=True) if s <= d and s * w <= limit]
-            lanes = even[-1] if even else 1
-            if lanes > 1:
-                per_lane = d // lanes
-                count = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
-                tokens = sums[int(count)] * (per_lane - 1) / (d - 1)
-                count /= lanes
+        lanes = even[bisect_right(even, d) - 1] if even and even[0] <= d else 1
+        if count and lanes > 1:
+            per_lane = d // lanes
+            count = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
+            tokens = sums[int(count)] * (per_lane - 1) / (d - 1)
+            count /= lanes
+        elif not count and d * busiest.get(d, works[-1]) > limit:
+            count = WRAPPED_CUT * (d - 1)
         cut.append(count)
         cut_tokens.append(tokens)
     return [*long, *[sums[n] for n in long], *cut, *cut_tokens]
