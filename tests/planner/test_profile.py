@@ -19,6 +19,8 @@ from treecp_rl.planner.profile import (
 )
 
 PROFILE = estimate_profile("h100", "Qwen2.5-7B")
+SHIPPED_HARDWARE = ("h100", "h200")
+"""A core of some CPU is no hardware to plan a cluster for; its estimate stands in for what nobody measured."""
 
 
 def record_with(path, value):
@@ -41,12 +43,12 @@ def test_a_profile_survives_its_file(tmp_path):
     assert load_profile(tmp_path / "mine.json").digest == PROFILE.digest
 
 
-@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("hardware", SHIPPED_HARDWARE)
 def test_shipped_profiles_are_the_estimates(hardware):
     shipped = load_profile(hardware)
     assert shipped == estimate_profile(hardware, "Qwen2.5-7B")
     assert shipped.kind == "estimate" and shipped.sources and shipped.date
-    assert {path.stem for path in SHIPPED.glob("*.json")} == set(HARDWARE)
+    assert {path.stem for path in SHIPPED.glob("*.json")} == set(SHIPPED_HARDWARE)
 
 
 @pytest.mark.parametrize("hardware", HARDWARE)

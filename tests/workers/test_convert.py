@@ -8,6 +8,7 @@ from treecp_rl.engine.passes import RowScores
 from treecp_rl.errors import BatchError, ConfigError
 from treecp_rl.tree import Row
 from treecp_rl.workers import convert
+from treecp_rl.workers.options import TreeCPOptions
 
 CASE = Case(ranks=((Group("a", 5, (2, 3)), Group("b", 4, (1,))),), temperature=0.5)
 
@@ -67,16 +68,16 @@ BUDGETS = {
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_token_budget(kind):
     micro, option, expected = BUDGETS[kind]
-    assert (
-        convert.token_budget(batch_of(Case(ranks=CASE.ranks, **micro), 0), option, longest_row=8) == expected
-    )
+    options = TreeCPOptions(tokens_per_rank=option)
+    data = batch_of(Case(ranks=CASE.ranks, **micro), 0)
+    assert convert.token_budget(data, options, longest_row=8) == expected
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_no_budget_at_all_names_the_keys(dynamic):
     data = batch_of(Case(ranks=CASE.ranks, micro_rows=None, extra={"use_dynamic_bsz": dynamic}), 0)
     with pytest.raises(ConfigError, match=r"treecp\.tokens_per_rank"):
-        convert.token_budget(data, None, longest_row=8)
+        convert.token_budget(data, TreeCPOptions(), longest_row=8)
 
 
 def test_outputs_are_shifted_left_and_in_row_order():

@@ -89,8 +89,8 @@ def train(folder: Path, metrics_file: Path, *more: str) -> subprocess.CompletedP
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_whose_rank_dies_says_so_and_resumes(tmp_path):
-    """Both ranks share every pass, and rank 1 ends in the update of step 2."""
+def test_a_run_whose_rank_dies_says_so_and_resumes_and_outlives_its_planner(tmp_path):
+    """Both ranks share every pass. Rank 1 ends in the update of step 2; then the planner before that update."""
     write_assets(tmp_path)
     both = ("actor_rollout_ref.actor.treecp.domain_size=2", "trainer.save_freq=1", "trainer.test_freq=-1")
     dying = "actor_rollout_ref.actor.worker_cls=tests.workers.dying_worker.DyingActorRolloutRefWorker"
@@ -99,11 +99,21 @@ def test_a_run_whose_rank_dies_says_so_and_resumes(tmp_path):
     assert "RankLost: the process of training rank 1 of 2 has ended in mid-step" in died.stderr
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "1"
 
-    resumed = train(tmp_path, tmp_path / "second.jsonl", *both)
+    killing = (
+        "actor_rollout_ref.actor.worker_cls=tests.workers.planner_killer.PlannerKillingActorRolloutRefWorker"
+    )
+    steps = ("trainer.total_training_steps=3", killing)
+    resumed = train(tmp_path, tmp_path / "second.jsonl", *both, *steps)
     assert resumed.returncode == 0, resumed.stdout[-4000:] + resumed.stderr[-4000:]
-    (step,) = [json.loads(line)["data"] for line in (tmp_path / "second.jsonl").read_text().splitlines()]
-    assert step["training/global_step"] == 2
-    assert step["treecp/groups"] == 6
+    found = [json.loads(line)["data"] for line in (tmp_path / "second.jsonl").read_text().splitlines()]
+    assert [step["training/global_step"] for step in found] == [2, 3]
+    for step in found:
+        assert step["treecp/groups"] == 6
+        assert step["treecp/measured_seconds"] > 0
+        assert step["treecp/measured_over_predicted"] > 0
+    # Log-probs, reference and two mini-batches; the service died after the first two, and came back.
+    assert found[0]["treecp/plans_fetched"] == 2 and found[0]["treecp/planner_fallbacks"] >= 1
+    assert found[1]["treecp/plans_fetched"] == 4 and found[1]["treecp/planner_fallbacks"] == 0
 
 
 @pytest.mark.slow

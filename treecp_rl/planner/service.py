@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
 
 from treecp_rl.errors import PlanError
 from treecp_rl.planner.request import PlanRequest
@@ -22,9 +23,10 @@ MOST_PLANS = 4096
 FETCH_TIMEOUT_SECONDS = 2.0
 """Longer than a plan takes to solve, shorter than anyone would wait for one."""
 
-Source = Literal["fetched", "missed", "fallback", "alone"]
-"""Where a rank's plan came from: the service; the rank, because the service had not been asked for it, because it
-did not answer, or because there is none."""
+Source = Literal["fetched", "fallback", "alone"]
+"""Where a rank's plan came from: the service; the rank, because the service did not answer or did not know it (a new
+one knows nothing); the rank, because there is no service."""
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 @dataclass(frozen=True)
@@ -88,45 +90,47 @@ def start_service() -> Any:
     return actor.remote()
 
 
-@dataclass(frozen=True)
-class FoundPlan:
-    """A plan, and how a rank came by it."""
-
-    plan: BatchPlan
-    source: Source
-    seconds: float
-    """That the rank waited or computed."""
-
-
-@dataclass
 class PlannerClient:
-    """One rank's view of the service.
+    """A process's view of the job's service, and where its plans came from since they were last counted."""
 
-    Args:
-        has_service: whether this run has started one; without, every plan is solved here.
-    """
+    def __init__(self, timeout_seconds: float = FETCH_TIMEOUT_SECONDS) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._service: Any = None
+        self._has_service: bool | None = None
+        """None: nobody has looked yet."""
+        self._counts = dict.fromkeys(SOURCES, 0)
+        self._seconds = 0.0
 
-    has_service: bool
-    timeout_seconds: float = FETCH_TIMEOUT_SECONDS
-    _service: Any = field(default=None, repr=False)
-
-    def find(self, request: PlanRequest) -> FoundPlan:
-        """The request's plan.
+    def find(self, request: PlanRequest) -> BatchPlan:
+        """The request's plan: the service's, or solved here.
 
         Raises:
             PlanError: there is none.
         """
         started = time.perf_counter()
-        answer, source = self._ask(request.key) if self.has_service else (None, "alone")
-        if isinstance(answer, PlanError):
-            raise answer
-        plan = request.solve() if answer is None else answer
-        return FoundPlan(plan, source, time.perf_counter() - started)
+        answer, source = self._ask(request.key)
+        self._counts[source] += 1
+        try:
+            if isinstance(answer, PlanError):
+                raise answer
+            return request.solve() if answer is None else answer
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def take_counts(self) -> tuple[dict[Source, int], float]:
+        """Plans by source, and the seconds that this process waited for them or solved them, since the last call."""
+        taken = dict(self._counts), self._seconds
+        self._counts, self._seconds = dict.fromkeys(SOURCES, 0), 0.0
+        return taken
 
     def _ask(self, key: str) -> tuple[BatchPlan | PlanError | None, Source]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
+        if self._has_service is None:
+            self._has_service = ray.is_initialized() and _finds_service()
+        if not self._has_service:
+            return None, "alone"
         try:
             if self._service is None:
                 self._service = ray.get_actor(SERVICE_NAME)
@@ -135,4 +139,20 @@ class PlannerClient:
             # Dead, restarting, busy or gone; its successor may answer to the name.
             self._service = None
             return None, "fallback"
-        return answer, "missed" if answer is None else "fetched"
+        return answer, "fallback" if answer is None else "fetched"
+
+
+def _finds_service() -> bool:
+    import ray
+
+    try:
+        ray.get_actor(SERVICE_NAME)
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def planner_client() -> PlannerClient:
+    """This process's client."""
+    return PlannerClient()

@@ -16,8 +16,13 @@ from verl.utils.device import get_device_id
 
 from treecp_rl.engine.passes import RowScores
 from treecp_rl.errors import BatchError, ConfigError, UnsupportedModel
+from treecp_rl.planner.profile import Factors
 from treecp_rl.tree import Row
+from treecp_rl.workers.options import TreeCPOptions
+from treecp_rl.workers.planning import MicroBatch, decode_factors
 
+FACTORS_KEY = "treecp_factors"
+"""The planner's factors, as the trainer sends them with an update."""
 _ROW_KEYS = ("input_ids", "position_ids", "prompts", "responses", "loss_mask", "uid")
 _PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """How verl names the rows it adds to fill a batch (``upsample_batch_to_divisible_size``)."""
@@ -68,27 +73,30 @@ def read_batch(data: TensorDict) -> Batch:
     )
 
 
-def token_budget(data: TensorDict, tokens_per_rank: int | None, longest_row: int) -> int:
-    """Packed tokens of one forward: the option, else what verl's own micro-batch would hold.
+def token_budget(data: TensorDict, options: TreeCPOptions, longest_row: int) -> int:
+    """Packed tokens of one forward, a rank.
 
     Raises:
-        ConfigError: verl's options give no budget either.
+        ConfigError: neither our option nor verl's micro-batch gives a budget.
     """
-    if tokens_per_rank is not None:
-        return tokens_per_rank
-    if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-        tokens = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
-        key = "actor.ppo_max_token_len_per_gpu"
-    else:
-        micro_rows = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", None)
-        tokens = None if micro_rows is None else micro_rows * longest_row
-        key = "actor.ppo_micro_batch_size_per_gpu"
+    micro_batch = MicroBatch(
+        tu.get_non_tensor_data(data, "use_dynamic_bsz", True),
+        tu.get_non_tensor_data(data, "max_token_len_per_gpu", None),
+        tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", None),
+    )
+    tokens = micro_batch.tokens_per_rank(options, longest_row)
     if tokens is None:
+        key = "max_token_len_per_gpu" if micro_batch.use_dynamic_bsz else "micro_batch_size_per_gpu"
         raise ConfigError(
-            f"no token budget for a forward: set actor_rollout_ref.{key} (for log-probs its "
+            f"no token budget for a forward: set actor_rollout_ref.actor.ppo_{key} (for log-probs its "
             "rollout/ref.log_prob_ counterpart) or actor_rollout_ref.actor.treecp.tokens_per_rank"
         )
     return int(tokens)
+
+
+def factors_of(data: TensorDict) -> Factors | None:
+    """The planner's factors that the trainer sent with an update."""
+    return decode_factors(tu.get_non_tensor_data(data, FACTORS_KEY, None))
 
 
 def announce_totals(data: TensorDict, *, num_loss_tokens: int, dp_size: int) -> None:

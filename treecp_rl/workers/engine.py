@@ -4,7 +4,8 @@ Model loading, sharding, optimizer, schedule, clipping, checkpoints, offload, Lo
 inherited. Importing this module registers the engine, and verl's own FSDP2 engine for the CPU.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +20,18 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, RowScores, plan_passes, run_passes
+from treecp_rl.engine.planning import Planner
 from treecp_rl.errors import BatchError, ConfigError
 from treecp_rl.lost_ranks import naming_lost_ranks
 from treecp_rl.planner.batch import decide
+from treecp_rl.planner.schedule_batch import BatchPlan
+from treecp_rl.planner.search import TreeLengths
+from treecp_rl.planner.service import planner_client
 from treecp_rl.workers import convert
 from treecp_rl.workers.launch import engine_refusals
-from treecp_rl.workers.metrics import LossMetrics, counts_of, fill_in_for_idle
+from treecp_rl.workers.metrics import LossMetrics, counts_of, fill_in_for_idle, planning_metrics
 from treecp_rl.workers.options import TreeCPOptions
+from treecp_rl.workers.planning import planning_of
 
 
 class _RunsWithoutPinnedMemory:
@@ -72,6 +78,12 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         if heads is not None:
             # Refuses a forced kind that the model cannot run, before anything is loaded.
             decide([self.options.domain_size], self.options.domain_size, self.options.mode, heads)
+        self.planning = planning_of(
+            self.options,
+            model_config.hf_config,
+            get_device_name(),
+            checkpointing=bool(model_config.enable_gradient_checkpointing),
+        )
         # verl chose this class by the strategy's name; what it builds underneath is FSDP2.
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -118,7 +130,7 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
     def _step(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> dict[str, Any]:
-        step = self._agree_on_step(data)
+        step = self._agree_on_step(data, forward_only)
         batch, dp_size = step.batch, self.get_data_parallel_size()
         convert.announce_totals(data, num_loss_tokens=step.num_loss_tokens, dp_size=dp_size)
         losses: list[float] = []
@@ -140,6 +152,7 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
             return loss
 
         head = HeadOptions(batch.wants_entropy, batch.wants_sum_pi_squared, self.options.head_chunk_tokens)
+        started = time.perf_counter()
         report = run_passes(
             self.module,
             step.plan,
@@ -150,6 +163,7 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
             forward_context=self._autocast,
             sync_context=self._gradient_sync(forward_only),
         )
+        measured_seconds = _seconds_since(started)
         if forward_only:
             kept = list(report.scores)
             if loss_function is not None:
@@ -157,11 +171,13 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
                     loss_of(scores)
 
         reported = metrics.result() | counts_of(batch, step.plan, report, dp_size)
+        if self.planning is not None and not forward_only:
+            reported |= planning_metrics(step.plan.chosen, measured_seconds, planner_client(), dp_size)
         if step.some_rank_is_idle:
             fill_in_for_idle(reported, self.get_data_parallel_group())
         return {"model_output": convert.model_output(batch.rows, kept), "loss": losses, "metrics": reported}
 
-    def _agree_on_step(self, data: TensorDict) -> Step:
+    def _agree_on_step(self, data: TensorDict, forward_only: bool) -> Step:
         """Read and plan this rank's rows.
 
         What fails on any rank is raised on all of them, so that none is left waiting in a collective.
@@ -169,10 +185,13 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         failure = None
         try:
             batch = convert.read_batch(data)
-            budget = convert.token_budget(data, self.options.tokens_per_rank, batch.longest_row)
-            budget *= self.options.domain_size
+            tokens_per_rank = convert.token_budget(data, self.options, batch.longest_row)
             plan = plan_passes(
-                batch.rows, share=self.options.share, tokens_per_pass=budget, mode=self.options.mode
+                batch.rows,
+                share=self.options.share,
+                tokens_per_pass=tokens_per_rank * self.options.domain_size,
+                mode=self.options.mode,
+                planner=self._planner(data, tokens_per_rank, needs_gradients=not forward_only),
             )
             mine = [batch.num_loss_tokens, int(not batch.rows), 0]
         except Exception as error:
@@ -187,6 +206,21 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         # A domain's ranks have counted the same rows.
         return Step(batch, plan, num_loss_tokens // self.options.domain_size, num_idle > 0)
 
+    def _planner(self, data: TensorDict, tokens_per_rank: int, *, needs_gradients: bool) -> Planner | None:
+        """Finds the plan of a step where ranks share passes and no mode is forced."""
+        planning = self.planning
+        if planning is None:
+            return None
+        factors = convert.factors_of(data)
+
+        def plan(trees: Sequence[TreeLengths]) -> BatchPlan:
+            arranged = planning.request(
+                trees, tokens_per_rank, needs_gradients=needs_gradients, factors=factors
+            )
+            return arranged.restore(planner_client().find(arranged.request))
+
+        return plan
+
     def _autocast(self) -> AbstractContextManager[None]:
         """As verl's engine: mixed precision by autocast, none at all in fp32."""
         if self._autocast_dtype == torch.float32:
@@ -197,6 +231,13 @@ class TreeCPEngine(_RunsWithoutPinnedMemory, FSDPEngineWithLMHead):
         if forward_only:
             return lambda is_last: nullcontext()
         return lambda is_last: self._gradient_sync_context(is_last_micro_batch=is_last)
+
+
+def _seconds_since(started: float) -> float:
+    """Wall time once the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _pass_options(options: TreeCPOptions, head: HeadOptions) -> PassOptions:

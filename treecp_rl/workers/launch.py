@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from treecp_rl.errors import ConfigError
+from treecp_rl.planner.profile import load_profile
 from treecp_rl.workers.options import OPTIONS_KEY, TreeCPOptions, refuse_unknown_option
 
 BACKENDS = ("treecp", "fsdp2")
@@ -245,6 +246,8 @@ def check_config(config: DictConfig) -> None:
         return
     for refusal in refusals(config):
         raise ConfigError(refusal)
+    if options.profile is not None:
+        load_profile(options.profile)
     options.require_domain_divides(int(config.trainer.n_gpus_per_node) * int(config.trainer.nnodes))
     check_worker_name(OmegaConf.select(config, f"{_ACTOR}.worker_cls") or DEFAULT_WORKER)
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from verl.utils.metric import AggregationType, Metric
 
 from treecp_rl.engine.passes import PassPlan, StepReport
+from treecp_rl.planner.schedule_batch import BatchPlan
+from treecp_rl.planner.service import PlannerClient
 from treecp_rl.workers.convert import Batch
 
 PREFIX = "treecp/"
@@ -50,6 +52,25 @@ def counts_of(batch: Batch, plan: PassPlan, report: StepReport, dp_size: int) ->
         "moved_bytes": report.moved_bytes,
     }
     return {PREFIX + name: Metric(AggregationType.SUM, values[name] * dp_size) for name in COUNTS}
+
+
+PLAN_COUNTS = ("plans_fetched", "planner_fallbacks")
+"""Plans that a rank fetched from the service, and that it solved because the service had none."""
+PLAN_SECONDS = ("plan_seconds", "predicted_seconds", "measured_seconds")
+"""That a rank waited for plans or solved them; of its passes, as the planner predicted them and as they were."""
+
+
+def planning_metrics(
+    chosen: BatchPlan | None, measured_seconds: float, client: PlannerClient, dp_size: int
+) -> dict[str, Metric]:
+    """What an update says of its plan, and all plans since the last update; counts sum over ranks, seconds average."""
+    sources, seconds = client.take_counts()
+    counts = (sources["fetched"], sources["fallback"])
+    predicted = 0.0 if chosen is None else chosen.predicted_seconds
+    times = (seconds, predicted, 0.0 if chosen is None else measured_seconds)
+    values = dict(zip(PLAN_COUNTS, (count * dp_size for count in counts), strict=True))
+    values |= dict(zip(PLAN_SECONDS, times, strict=True))
+    return {PREFIX + name: Metric(AggregationType.SUM, value) for name, value in values.items()}
 
 
 class LossMetrics:
@@ -99,7 +120,7 @@ def fill_in_for_idle(metrics: MutableMapping[str, Any], group: dist.ProcessGroup
 
 def add_up_mini_batches(metrics: MutableMapping[str, Any]) -> None:
     """Replace each count's list over mini-batches by its sum."""
-    for name in COUNTS:
+    for name in (*COUNTS, *PLAN_COUNTS, *PLAN_SECONDS):
         if PREFIX + name in metrics:
             metrics[PREFIX + name] = [sum(metrics[PREFIX + name])]
 
@@ -111,6 +132,9 @@ def publish(metrics: MutableMapping[str, Any]) -> None:
     groups = metrics.get(f"{PREFIX}groups", 0)
     if groups:
         metrics[f"{PREFIX}group_size/mean"] = metrics[f"{PREFIX}rows"] / groups
+    predicted = metrics.get(f"{PREFIX}predicted_seconds", 0)
+    if predicted:
+        metrics[f"{PREFIX}measured_over_predicted"] = metrics[f"{PREFIX}measured_seconds"] / predicted
     for name, value in metrics.items():
         if name.startswith(PREFIX):
             gauge(name).set(float(value))

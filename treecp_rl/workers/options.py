@@ -27,6 +27,9 @@ class TreeCPOptions:
     """Ranks that share each pass (context parallelism); divides the number of training processes."""
     mode: Mode = "auto"
     """Form and kind of plan: "auto", or one forced on every tree (``planner.batch.Mode``)."""
+    profile: str | None = None
+    """What ``auto`` plans with: a shipped profile's name, or a file of ``treecp-rl calibrate``; None: an estimate of
+    the model."""
     streaming: bool = True
     """Whether one tree's moves travel under another's tiles."""
     resend: bool = False
@@ -43,6 +46,8 @@ class TreeCPOptions:
             raise ConfigError(f"{OPTIONS_KEY}.share={self.share!r} is not one of {', '.join(SHARES)}")
         if self.mode not in MODES:
             raise ConfigError(f"{OPTIONS_KEY}.mode={self.mode!r} is not one of {', '.join(MODES)}")
+        if self.profile is not None and not isinstance(self.profile, str):
+            raise ConfigError(f"{OPTIONS_KEY}.profile={self.profile!r} must be a name or a file")
         for name in ("tokens_per_rank", "head_chunk_tokens", "domain_size", "attention_bytes_per_rank"):
             value = getattr(self, name)
             allowed = value is None and name in ("tokens_per_rank", "attention_bytes_per_rank")

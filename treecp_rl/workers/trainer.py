@@ -21,10 +21,13 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from treecp_rl.errors import BatchError, ConfigError, RankLost, TreeCPError
+from treecp_rl.planner.service import start_service
+from treecp_rl.workers.convert import FACTORS_KEY
 from treecp_rl.workers.deal import Group, deal_groups
 from treecp_rl.workers.launch import (
     CPUS_PER_SLOT,
@@ -36,6 +39,7 @@ from treecp_rl.workers.launch import (
     too_few,
 )
 from treecp_rl.workers.metrics import PREFIX, publish
+from treecp_rl.workers.planning import Ahead, Refiner, RowLengths, ahead_of, encode_factors
 
 _POLL_SECONDS = 0.1
 """How often to look for finished rollouts; verl's two seconds would show in every step of a small model."""
@@ -57,10 +61,16 @@ class TreeCPTrainer(PPOTrainerSync):
         super().__init__(config)
         self.replay_buffer.poll_interval = _POLL_SECONDS
         self._num_mini_batches = 1
+        self._ahead: Ahead | None = None
 
     def _setup(self) -> None:
         with _worker_groups_named("treecp_actor_rollout_ref_"):
             super()._setup()
+        model = self.config.actor_rollout_ref.model
+        self._ahead = ahead_of(self.config, lambda: omega_conf_to_dataclass(model).hf_config)
+        if self._ahead is not None:
+            self._refiner = Refiner(self._ahead.planning.profile.factors)
+            self._planner_service = start_service()
 
     def _init_resource_pool_mgr(self) -> None:
         wait_for_resources(demand_of(self.config))
@@ -122,15 +132,32 @@ class TreeCPTrainer(PPOTrainerSync):
         batch.reorder(order)
         metrics[f"{PREFIX}groups_split"] = deal.groups_split
         self._num_mini_batches = deal.num_mini_batches
+        if self._ahead is not None:
+            self._ask_for_plans(self._ahead, batch, rows_per_rank)
         return batch
+
+    def _ask_for_plans(self, ahead: Ahead, batch: KVBatchMeta, rows_per_rank: int) -> None:
+        """Have the step's plans solved while its rows are still on their way to the ranks."""
+        rows = [
+            RowLengths(key.split("_")[0], tag["prompt_len"], tag["response_len"])
+            for key, tag in zip(batch.keys, batch.tags, strict=True)
+        ]
+        ranks = [rows[first : first + rows_per_rank] for first in range(0, len(rows), rows_per_rank)]
+        requests = ahead.requests(ranks, self._num_mini_batches, self._refiner.factors)
+        # Nobody waits for it: a rank that finds no plan solves its own.
+        self._planner_service.submit.remote(requests, time.time())
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         from treecp_rl.workers.worker import NUM_MINI_BATCHES
 
         # Set here: what is put in extra_info earlier is lost when verl writes back to the queue.
         batch.extra_info[NUM_MINI_BATCHES] = self._num_mini_batches
+        if self._ahead is not None:
+            batch.extra_info[FACTORS_KEY] = encode_factors(self._refiner.factors)
         batch = super()._update_actor(batch, metrics)
         publish(metrics)
+        if self._ahead is not None:
+            self._refiner.take(self._ahead.planning.profile, metrics, PREFIX)
         return batch
 
     def _compute_metrics(
