@@ -33,14 +33,11 @@ from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import PassOptions, RowScores, plan_passes, run_passes
 from treecp_rl.engine.shares import shape_of
 from treecp_rl.errors import ConfigError
-from treecp_rl.plan import Node
-from treecp_rl.planner.batch import Mode, decide, is_split
-from treecp_rl.planner.forms import RunOptions
-from treecp_rl.planner.lower import lower, lower_local
+from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.lower import lower_local
 from treecp_rl.planner.lower_plan import nodes_of
 from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, TileCost
 from treecp_rl.planner.search import TreeLengths
-from treecp_rl.planner.seconds import Pass, predict
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import load_config, random_model, tiny_config
 from treecp_rl.verify.ranks import join_world
@@ -149,9 +146,9 @@ def _is_small_model(options: CalibrateOptions) -> bool:
 def _with_sharding(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
     """What FSDP2 adds to a pass: a step of few tokens on two ranks, less what the profile says of it."""
     point = Point("few tokens", 8, (8, 8), 32)
-    job = Job(2, (point,), ("gather",), max(5, options.repeats), options.threads)
+    job = Job(2, (point,), ("gather",), max(5, options.repeats), options.threads, profile)
     ((measured,),) = run_world(job, LINK_TIMEOUT_SECONDS)
-    extra = measured.cpu_seconds - _predicted("gather", point, profile)
+    extra = measured.cpu_seconds - measured.planned.predicted_seconds
     per_layer = max(0.0, extra) / profile.shape.num_layers
     return replace(profile, layer_backward_s=profile.layer_backward_s + per_layer)
 
@@ -355,10 +352,10 @@ def check(found: Calibration, options: CalibrateOptions) -> Calibration:
         group = rng.choice([4, 8])
         responses = tuple(max(1, round(total / group * rng.uniform(0.4, 1.6))) for _ in range(group))
         points.append(Point(f"check {number}", prompt, responses, group * prompt + sum(responses)))
-    job = Job(2, tuple(points), CHECKED_KINDS, options.repeats, options.threads)
+    job = Job(2, tuple(points), CHECKED_KINDS, options.repeats, options.threads, found.profile)
     orders, errors = [], []
     for point, measured in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):
-        predicted = [_predicted(kind, point, found.profile) for kind in CHECKED_KINDS]
+        predicted = [one.planned.predicted_seconds for one in measured]
         seconds = [one.cpu_seconds for one in measured]
         errors += [abs(guess / real - 1) for guess, real in zip(predicted, seconds, strict=True)]
         orders.append(
@@ -380,23 +377,6 @@ def check(found: Calibration, options: CalibrateOptions) -> Calibration:
         statistics.median(errors),
         tuple(orders),
     )
-
-
-def _predicted(kind: Mode, point: Point, profile: ClusterProfile) -> float:
-    """Seconds of a kind's passes on two ranks, layers kept."""
-    heads = profile.shape.num_kv_heads
-    rows = [TreeLengths(point.prompt, (response,)) for response in point.responses]
-    trees = rows if kind == "flat_ring" else [TreeLengths(point.prompt, point.responses)]
-    nodes = nodes_of(trees)
-    options = RunOptions(checkpointing=False)
-    if not is_split(kind):
-        decisions = decide([tree.num_tokens for tree in trees], 2, kind, heads)
-        return predict([Pass(lower(nodes, decisions, 2), nodes)], profile, options).seconds
-    decisions = decide([point.prompt], 2, kind, heads)
-    root = (Node(-1, 0, point.prompt, point.prompt),)
-    prefill = Pass(lower(root, decisions, 2), root)
-    replay = Pass(lower(nodes, decisions, 2, resident_trees=(0,)), nodes)
-    return predict([prefill, replay], profile, options).seconds
 
 
 def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:

@@ -4,15 +4,21 @@ Computed apart from the run, from the same functions and without a process group
 something to be held against.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, plan_passes
+from treecp_rl.engine.planning import Planner
 from treecp_rl.engine.shares import Setting, fused_share, prefill_share, replay_share
 from treecp_rl.plan import Schedule
 from treecp_rl.planner.batch import Mode
-from treecp_rl.planner.cost import ModelShape, bytes_sent
+from treecp_rl.planner.cost import bytes_sent
+from treecp_rl.planner.forms import RunOptions
 from treecp_rl.planner.place import TOKEN_PAIRS
+from treecp_rl.planner.profile import ClusterProfile
+from treecp_rl.planner.schedule_batch import BatchPlan, plan_batch
+from treecp_rl.planner.search import TreeLengths
+from treecp_rl.planner.seconds import Pass, predict
 from treecp_rl.tree import Row, pack
 
 OUR_KINDS: tuple[Mode, ...] = ("gather", "gather_whole", "heads", "auto", "split")
@@ -41,32 +47,56 @@ class PlannedStep:
     """Sum over forwards of the busiest rank's work, over the same of the mean."""
     token_imbalance: float
     """Most tokens that a rank computes in all forwards, over the mean."""
+    predicted_seconds: float
+    """By the profile, from the schedules."""
 
 
-def passes_of(rows: Sequence[Row], kind: Mode) -> PassPlan:
-    """Every row in one pass, or in one prefill and one round."""
-    return plan_passes(rows, tokens_per_pass=_UNBOUNDED_TOKENS, mode=kind)
+RUN_OPTIONS = RunOptions(checkpointing=False)
+"""Of every step here: layers are kept, and no token budget cuts anything."""
 
 
-def planned_step(rows: Sequence[Row], kind: Mode, shape: ModelShape, world_size: int) -> PlannedStep:
-    """Plan the step of a kind on one domain of ``world_size`` ranks."""
-    domain = Domain(0, world_size, None)  # type: ignore[arg-type]
-    setting = Setting(PassOptions(mode=kind), shape, recomputes=False, domain=domain)
-    schedules: list[Schedule] = []
-    for one in passes_of(rows, kind).passes:
-        if not one.rounds:
-            schedules.append(fused_share(pack(one.trees), setting).schedule)
-            continue
-        prefill, decision = prefill_share(pack(one.trees), setting)
-        rounds = [replay_share(pack((piece,)), prefill, decision, setting) for piece in one.rounds]
-        schedules += [prefill.schedule, *(one.share.schedule for one in rounds)]
+def planner_of(profile: ClusterProfile, world_size: int) -> Planner:
+    """What ``auto`` asks."""
+
+    def plan(trees: Sequence[TreeLengths]) -> BatchPlan:
+        return plan_batch(trees, world_size, profile, RUN_OPTIONS)
+
+    return plan
+
+
+def passes_of(rows: Sequence[Row], kind: Mode, planner: Planner) -> PassPlan:
+    """Every row in one pass, or every tree in one prefill and one round; ``auto`` as the planner chooses."""
+    return plan_passes(rows, tokens_per_pass=_UNBOUNDED_TOKENS, mode=kind, planner=planner)
+
+
+def planned_step(rows: Sequence[Row], kind: Mode, profile: ClusterProfile, world_size: int) -> PlannedStep:
+    """Plan the step of a kind on one domain of ``world_size`` ranks, by the model and costs of a profile."""
+    passes = list(_lowered(rows, kind, profile, world_size))
+    schedules, shape = [one.schedule for one in passes], profile.shape
     works = [_work_by_rank(schedule) for schedule in schedules]
     tokens = [sum(ranks) for ranks in zip(*map(_tokens_by_rank, schedules), strict=True)]
     return PlannedStep(
         bytes_expected=sum(shape.num_layers * bytes_sent(schedule, shape).total for schedule in schedules),
         work_imbalance=sum(map(max, works)) * world_size / sum(map(sum, works)),
         token_imbalance=max(tokens) * world_size / sum(tokens),
+        predicted_seconds=predict(passes, profile, RUN_OPTIONS).seconds,
     )
+
+
+def _lowered(rows: Sequence[Row], kind: Mode, profile: ClusterProfile, world_size: int) -> Iterator[Pass]:
+    """The step's passes as the engine lowers them."""
+    domain = Domain(0, world_size, None)  # type: ignore[arg-type]
+    setting = Setting(PassOptions(mode=kind), profile.shape, recomputes=False, domain=domain)
+    for one in passes_of(rows, kind, planner_of(profile, world_size)).passes:
+        whole = pack(one.trees)
+        if not one.rounds:
+            shares = [fused_share(whole, setting, one.decisions)]
+        else:
+            prefill, decision = prefill_share(whole, setting, *one.decisions)
+            rounds = (replay_share(pack((piece,)), prefill, decision, setting) for piece in one.rounds)
+            shares = [prefill, *(one.share for one in rounds)]
+        for share in shares:
+            yield Pass(share.schedule, share.packed.nodes)
 
 
 def _tokens_by_rank(schedule: Schedule) -> list[int]:

@@ -25,24 +25,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
+from transformers import PretrainedConfig
 
 from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.attention.program import Program
-from treecp_rl.bench.cp_plans import PlannedStep, passes_of, planned_step
+from treecp_rl.bench.cp_plans import PlannedStep, passes_of, planned_step, planner_of
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.overlap import Overlap, overlap_of
-from treecp_rl.bench.shapes import Point
+from treecp_rl.bench.shapes import BatchPoint, Point
 from treecp_rl.bench.step import BenchError
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import Domain, PassOptions, RowScores, StepReport, run_passes
-from treecp_rl.engine.shares import shape_of
 from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.estimates import dims_of, estimate
+from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.ranks import RankFailure, join_world
 
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 256
 NUM_LAYERS = 4
+CLOSE = 1.15
+"""CPU time over the fastest kind's up to which a kind is worth ``close_repeats``."""
 AGREEMENT = 1e-4
 """Most relative difference of kinds' losses and gradient norms: float32, sums in another order."""
 
@@ -52,10 +56,14 @@ class Job:
     """What the ranks of one world measure."""
 
     world_size: int
-    points: tuple[Point, ...]
+    points: tuple[Point | BatchPoint, ...]
     kinds: tuple[Mode, ...]
     repeats: int
     threads: int
+    profile: ClusterProfile | None = None
+    """What ``auto`` plans with, and what predictions are of; None: an estimate of a core."""
+    close_repeats: int = 0
+    """More repeats of ``auto`` and of the kinds that are within ``CLOSE`` of the fastest."""
     traced_point: int | None = None
     """Point of which one step of every kind is traced on rank 0."""
     trace_file: str | None = None
@@ -134,7 +142,7 @@ def _main(rank: int, job: Job, folder: str) -> None:
 
 
 def _measure(job: Job, domain: Domain) -> list[list[Measured]]:
-    runner = _Runner(_sharded_model(), domain)
+    runner = _Runner(_sharded_model(), domain, job.profile or small_model_estimate())
     # The first step of a process loads kernels and lets FSDP2 lay out its parameters.
     runner.step(job.points[0], job.kinds[0])
     measured = []
@@ -151,9 +159,18 @@ def _measure(job: Job, domain: Domain) -> list[list[Measured]]:
     return measured
 
 
+def small_config() -> PretrainedConfig:
+    """Of the model that is measured."""
+    return tiny_config(VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS)
+
+
+def small_model_estimate() -> ClusterProfile:
+    """Costs of that model on a core."""
+    return estimate("cpu", "small model of bench cp", dims_of(small_config()))
+
+
 def _sharded_model() -> torch.nn.Module:
-    config = tiny_config(VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS)
-    model = random_model(config, torch.float32, drawn_in=torch.float32)
+    model = random_model(small_config(), torch.float32, drawn_in=torch.float32)
     prepare_model(model)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -161,20 +178,29 @@ def _sharded_model() -> torch.nn.Module:
     return model
 
 
-def _measure_point(job: Job, runner: _Runner, point: Point, *, is_traced: bool) -> list[Measured]:
+def _measure_point(
+    job: Job, runner: _Runner, point: Point | BatchPoint, *, is_traced: bool
+) -> list[Measured]:
     planned = {kind: runner.plan(point, kind) for kind in job.kinds}
     first = {kind: runner.step(point, kind, counts_memory=True) for kind in job.kinds}
     _require_agreement(first, planned, f"{point.name} at {point.budget_tokens} tokens")
-    rounds = [{kind: runner.step(point, kind) for kind in job.kinds} for _ in range(job.repeats)]
+    rounds = {kind: list[StepResult]() for kind in job.kinds}
+    for _ in range(job.repeats):
+        for kind in job.kinds:
+            rounds[kind].append(runner.step(point, kind))
+    close = _close_kinds(rounds)
+    for _ in range(job.close_repeats):
+        for kind in close:
+            rounds[kind].append(runner.step(point, kind))
 
     def median(clock: str, kind: Mode) -> float:
-        return statistics.median(getattr(one[kind], clock) for one in rounds)
+        return statistics.median(getattr(one, clock) for one in rounds[kind])
 
     return [
         Measured(
             kind=kind,
             seconds=median("seconds", kind),
-            cpu_seconds=min(one[kind].cpu_seconds for one in rounds),
+            cpu_seconds=least_cpu_seconds(rounds[kind]),
             blocked_seconds=median("blocked_seconds", kind),
             bytes_moved=first[kind].bytes_moved,
             peak_bytes=first[kind].peak_bytes,
@@ -186,6 +212,13 @@ def _measure_point(job: Job, runner: _Runner, point: Point, *, is_traced: bool) 
         )
         for index, kind in enumerate(job.kinds)
     ]
+
+
+def _close_kinds(rounds: dict[Mode, list[StepResult]]) -> list[Mode]:
+    """``auto``, and what may be the fastest; from maxima over the ranks, so that all ranks go on with the same."""
+    least = {kind: least_cpu_seconds(results) for kind, results in rounds.items() if results}
+    limit = CLOSE * min(least.values(), default=0.0)
+    return [kind for kind in rounds if kind == "auto" or least.get(kind, math.inf) <= limit]
 
 
 @dataclass(frozen=True)
@@ -206,17 +239,17 @@ class StepResult:
 class _Runner:
     """Steps of a model on this rank's domain."""
 
-    def __init__(self, model: torch.nn.Module, domain: Domain) -> None:
-        self._model, self._domain = model, domain
+    def __init__(self, model: torch.nn.Module, domain: Domain, profile: ClusterProfile) -> None:
+        self._model, self._domain, self._profile = model, domain, profile
         self._programs: list[Program] = []
         model.register_forward_pre_hook(
             lambda _, __, named: self._programs.append(named[PROGRAM_KEY]), with_kwargs=True
         )
 
-    def plan(self, point: Point, kind: Mode) -> PlannedStep:
-        return planned_step(point.rows(VOCAB_SIZE), kind, shape_of(self._model), self._domain.size)
+    def plan(self, point: Point | BatchPoint, kind: Mode) -> PlannedStep:
+        return planned_step(point.rows(VOCAB_SIZE), kind, self._profile, self._domain.size)
 
-    def step(self, point: Point, kind: Mode, *, counts_memory: bool = False) -> StepResult:
+    def step(self, point: Point | BatchPoint, kind: Mode, *, counts_memory: bool = False) -> StepResult:
         """One forward and backward of all rows, planning included. All ranks call it together."""
         rows = point.rows(VOCAB_SIZE)
         self._model.zero_grad(set_to_none=True)
@@ -244,7 +277,7 @@ class _Runner:
             tokens_computed=reports[0].tokens_computed,
         )
 
-    def trace(self, point: Point, kind: Mode, repeats: int, file: str | None) -> Overlap:
+    def trace(self, point: Point | BatchPoint, kind: Mode, repeats: int, file: str | None) -> Overlap:
         """Overlap of this rank's step, and on rank 0 its chrome trace in ``file``: of several steps the median one."""
         traces = [self._trace(point, kind) for _ in range(repeats)]
         overlap, text = sorted(traces, key=lambda one: one[0].hidden_fraction or 0.0)[len(traces) // 2]
@@ -252,7 +285,7 @@ class _Runner:
             Path(file).write_text(text)
         return overlap
 
-    def _trace(self, point: Point, kind: Mode) -> tuple[Overlap, str]:
+    def _trace(self, point: Point | BatchPoint, kind: Mode) -> tuple[Overlap, str]:
         rows = point.rows(VOCAB_SIZE)
         self._model.zero_grad(set_to_none=True)
         dist.barrier(self._domain.group)
@@ -267,7 +300,7 @@ class _Runner:
     def _run(self, rows: Sequence[Any], kind: Mode, losses: list[torch.Tensor]) -> StepReport:
         return run_passes(
             self._model,
-            passes_of(rows, kind),
+            passes_of(rows, kind, planner_of(self._profile, self._domain.size)),
             partial(_loss_of, num_rows=len(rows), seen=losses),
             PassOptions(mode=kind),
             domain=self._domain,
@@ -290,6 +323,10 @@ class _Runner:
         gathered: list[Any] = [None] * self._domain.size
         dist.all_gather_object(gathered, numbers, group=self._domain.group)
         return tuple(fold(column) for column in zip(*gathered, strict=True))
+
+
+def least_cpu_seconds(results: Sequence[StepResult]) -> float:
+    return min(one.cpu_seconds for one in results)
 
 
 def _loss_of(scores: RowScores, *, num_rows: int, seen: list[torch.Tensor]) -> torch.Tensor:

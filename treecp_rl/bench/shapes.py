@@ -6,11 +6,13 @@ below says where its number comes from: a published mean or median, or a stated 
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from treecp_rl.errors import ConfigError
+from treecp_rl.planner.search import TreeLengths
 from treecp_rl.tree import Row
 
 GROUP_ROWS = 8
@@ -62,13 +64,46 @@ class Point:
 
     def rows(self, vocab_size: int) -> list[Row]:
         """The group with random tokens, the same on every call."""
-        generator = torch.Generator().manual_seed(_TOKENS_SEED)
+        return random_rows([TreeLengths(self.prompt, self.responses)], vocab_size)
 
-        def tokens(count: int) -> torch.Tensor:
-            return torch.randint(1, vocab_size, (count,), generator=generator)
 
-        prompt = tokens(self.prompt)
-        return [Row("group", prompt, tokens(response)) for response in self.responses]
+@dataclass(frozen=True)
+class BatchPoint:
+    """Several groups that are planned together."""
+
+    name: str
+    trees: tuple[TreeLengths, ...]
+
+    @property
+    def budget_tokens(self) -> int:
+        return self.tokens_flat
+
+    @property
+    def longest_row(self) -> int:
+        return max(tree.prompt + max(tree.responses) for tree in self.trees)
+
+    @property
+    def tokens_flat(self) -> int:
+        return sum(len(tree.responses) * tree.prompt + sum(tree.responses) for tree in self.trees)
+
+    def rows(self, vocab_size: int) -> list[Row]:
+        """All groups with random tokens, the same on every call."""
+        return random_rows(self.trees, vocab_size)
+
+
+def random_rows(trees: Sequence[TreeLengths], vocab_size: int) -> list[Row]:
+    """Rows of these lengths, the same on every call."""
+    generator = torch.Generator().manual_seed(_TOKENS_SEED)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(1, vocab_size, (count,), generator=generator)
+
+    prompts = [tokens(tree.prompt) for tree in trees]
+    return [
+        Row(f"group {number}", prompt, tokens(response))
+        for number, (prompt, tree) in enumerate(zip(prompts, trees, strict=True))
+        for response in tree.responses
+    ]
 
 
 def point(name: str, budget_tokens: int) -> Point:
