@@ -237,7 +237,7 @@ class CostTable:
 
     def seconds(self, features: Floats) -> Floats:
         """[..., C] predicted seconds of trees with ``features`` [..., F], each tree alone in its passes."""
-        rows = features @ self.stacked.T
+        rows = product(features, self.stacked)
         np.maximum(rows, self.floor, out=rows)
         total: Floats = np.add.reduceat(rows, self.starts, axis=-1)
         return total
@@ -260,6 +260,25 @@ class CostTable:
         """[..., C] bytes that all ranks send."""
         moved: Floats = features @ self.moved.T
         return moved
+
+
+SERIAL_PRODUCTS = 2**18 - 1
+"""Most products of a matrix multiplication that BLAS does not spread over threads (OpenBLAS)."""
+
+
+def product(features: Floats, rows: Floats) -> Floats:
+    """[..., N] features [..., F] times rows [N, F], in blocks that stay on one thread.
+
+    Threads that wait for one another on a busy machine take a hundred times as long as such a small product.
+    """
+    if features.ndim == 1:
+        single: Floats = rows @ features
+        return single
+    found = np.empty((len(features), len(rows)))
+    step = max(1, SERIAL_PRODUCTS // rows.size)
+    for first in range(0, len(features), step):
+        np.matmul(features[first : first + step], rows.T, out=found[first : first + step])
+    return found
 
 
 @lru_cache(maxsize=128)

@@ -33,6 +33,7 @@ from treecp_rl.planner.forms import (
     candidates,
     cost_table,
     pass_fixed_seconds,
+    product,
     token_pairs,
 )
 from treecp_rl.planner.place import ZIGZAG_FLOOR
@@ -229,7 +230,7 @@ class _Tasks:
         table, columns = _batch_table(profile, options, degrees, min(MOST_LANES, most))
         features = batch_features(trees, table.index, token_pairs(profile))
         seconds = table.marginal_seconds(features)
-        limits = features @ table.limits.T
+        limits = product(features, table.limits)
         at = table.index.position
         num_tokens = features[:, [at["prompt"], at["responses"]]].sum(axis=1, keepdims=True)
         group = features[:, at["group"]][:, None]
