@@ -15,7 +15,7 @@ from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
 from treecp_rl.planner.forms import RunOptions, candidates, cost_table, token_pairs
 from treecp_rl.planner.lower_plan import lower_plan
-from treecp_rl.planner.schedule_batch import batch_features, degree_chain, plan_batch
+from treecp_rl.planner.schedule_batch import MOST_LOOKS, _Blocks, batch_features, degree_chain, plan_batch
 from treecp_rl.planner.search import TreeLengths, Workload, tree_features
 from treecp_rl.planner.seconds import memory_budget, predict
 
@@ -77,25 +77,23 @@ def test_plans_cover_the_batch_and_their_schedules_cost_what_was_predicted(kind,
 @pytest.mark.parametrize("kind", ["long", "reasoning", "mixed"])
 @pytest.mark.parametrize("num_trees", [64, 256])
 def test_ours_is_no_slower_than_any_peer(kind, num_trees, options):
-    """Thorough effort tries what nsp and disjoint do, so only static and the margin of fast effort are news."""
     trees = batch(kind, num_trees)
-    fast = plan_batch(trees, 64, PROFILE, options)
+    ours = plan_batch(trees, 64, PROFILE, options).predicted_seconds
     if num_trees == 64:
-        thorough = plan_batch(trees, 64, PROFILE, options, effort="thorough").predicted_seconds
-        for policy in ("nsp", "disjoint"):
-            peer = plan_batch(trees, 64, PROFILE, options, policy).predicted_seconds
-            assert thorough <= peer
-            assert fast.predicted_seconds <= peer * 1.01
-    for degree in (1, 2, 4, 8, 16):
+        assert plan_batch(trees, 64, PROFILE, options, effort="thorough").predicted_seconds <= ours
+    peers = [("nsp", None), ("disjoint", None)] if num_trees == 64 else []
+    for policy, degree in [*peers, *(("static", degree) for degree in (1, 2, 4, 8, 16))]:
         try:
-            static = plan_batch(trees, 64, PROFILE, options, "static", degree)
+            peer = plan_batch(trees, 64, PROFILE, options, policy, degree)
         except PlanError:
+            # Some tree does not fit on so few ranks.
+            assert policy == "static"
             continue
-        assert fast.predicted_seconds <= static.predicted_seconds * 1.001
+        assert ours <= peer.predicted_seconds, (policy, degree)
 
 
 @pytest.mark.parametrize(
-    ("num_trees", "num_ranks", "most"), [(64, 64, 0.06), (512, 64, 0.015), (1024, 256, 0.03)]
+    ("num_trees", "num_ranks", "most"), [(64, 64, 0.05), (512, 64, 0.01), (1024, 256, 0.02)]
 )
 @pytest.mark.parametrize("kind", ["long", "reasoning", "mixed"])
 def test_gaps_stay_small(kind, num_trees, num_ranks, most):
@@ -198,6 +196,44 @@ def test_bad_input_is_named():
         PlanError, match=r"tree 1 of the batch: .*40000010 tokens.* GiB a rank .* raise the ranks"
     ):
         plan_batch([tree, huge], 4, PROFILE)
+
+
+def test_blocks_keep_the_load_and_room_of_their_ranks():
+    """Random trees on random blocks of 8, 12 and 24 ranks, against loads kept rank by rank."""
+    rng = random.Random(3)
+    for num_ranks in (8, 12, 24):
+        degrees = degree_chain(num_ranks)
+        blocks, loads, rooms = _Blocks(degrees, 2 * num_ranks), [0.0] * 2 * num_ranks, [0.0] * 2 * num_ranks
+        for _ in range(150):
+            level, seconds, need = (
+                rng.randrange(len(degrees)),
+                rng.choice([0.5, rng.random()]),
+                rng.random() / 40,
+            )
+            width, most = degrees[level], rng.random() * max(loads)
+            spans = [range(first, first + width) for first in range(0, len(loads), width)]
+            peaks = [max(loads[rank] for rank in span) for span in spans]
+            fits = [max(rooms[rank] for rank in span) + need <= 1.0 for span in spans]
+            found = blocks.fullest(level, most, need, 0.0)
+            if found is None:
+                allowed = [i for i, peak in enumerate(peaks) if peak <= most]
+                assert sum(not fits[i] for i in allowed) >= min(len(allowed), MOST_LOOKS)
+                found = blocks.lightest(level, need)
+                assert found is None or peaks[found] == min(
+                    p for p, fit in zip(peaks, fits, strict=True) if fit
+                )
+                if found is None:
+                    assert not any(fits)
+                    continue
+            else:
+                assert fits[found] and peaks[found] <= most
+                better = sum(peaks[found] < peak <= most for peak in peaks)
+                assert better < MOST_LOOKS
+            blocks.put(level, found, seconds, need)
+            for rank in spans[found]:
+                loads[rank] += seconds
+                rooms[rank] += need
+            assert blocks.loads[0] == loads and blocks.rooms[0] == pytest.approx(rooms)
 
 
 def test_more_ranks_than_tokens_is_a_valid_plan():

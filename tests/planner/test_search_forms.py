@@ -2,12 +2,21 @@
 
 from statistics import median
 
+import numpy as np
 import pytest
 
 from tests.planner.shapes import trees
 from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
-from treecp_rl.planner.forms import RunOptions, candidates, cost_table, pass_fixed_seconds, token_pairs
+from treecp_rl.planner.forms import (
+    SERIAL_PRODUCTS,
+    RunOptions,
+    candidates,
+    cost_table,
+    pass_fixed_seconds,
+    product,
+    token_pairs,
+)
 from treecp_rl.planner.lower import lower
 from treecp_rl.planner.search import TreeLengths, Workload, tree_features
 from treecp_rl.planner.seconds import Pass, memory_budget, predict
@@ -92,6 +101,14 @@ def test_seconds_and_peaks_follow_the_schedule(form, kind):
         assert 0.6 < moved < 1.4, one
     assert median(seconds for _, seconds, _, _ in found) == pytest.approx(1.0, abs=0.1)
     assert median(peak for _, _, _, peak in found) == pytest.approx(1.0, abs=0.05)
+
+
+def test_products_in_blocks_equal_one_product():
+    rng = np.random.default_rng(0)
+    features, rows = rng.random((2000, 49)), rng.random((107, 49))
+    assert rows.size * len(features) > 4 * SERIAL_PRODUCTS
+    np.testing.assert_allclose(product(features, rows), features @ rows.T, rtol=1e-12)
+    np.testing.assert_allclose(product(features[0], rows), rows @ features[0], rtol=1e-12)
 
 
 def test_log_probs_alone_cost_one_forward():
