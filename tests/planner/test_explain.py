@@ -7,8 +7,17 @@ import pytest
 
 from treecp_rl.errors import BatchError
 from treecp_rl.planner.estimates import estimate_profile
-from treecp_rl.planner.explain import EXPOSED, IDLE, all_figures, as_json, describe, pass_figures, picture
-from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.explain import (
+    COLOURS,
+    EXPOSED,
+    IDLE,
+    all_figures,
+    as_json,
+    describe,
+    pass_figures,
+    picture,
+)
+from treecp_rl.planner.forms import RunOptions, candidates
 from treecp_rl.planner.lengths import read_lengths
 from treecp_rl.planner.lower_plan import lower_plan
 from treecp_rl.planner.schedule_batch import plan_batch
@@ -27,6 +36,10 @@ def test_seconds_of_trees_are_computing_and_exposed_moves():
     for one in PLAN.trees:
         figures = FIGURES[one.tree]
         assert figures.computing_seconds + figures.exposed_seconds == pytest.approx(one.seconds)
+
+
+def test_every_kind_that_a_plan_may_have_is_painted():
+    assert {one.kind for one in candidates("full", (1, 2, 4, 8), 8, 4)} == set(COLOURS)
 
 
 def test_bytes_and_peaks_are_near_those_of_the_schedules():

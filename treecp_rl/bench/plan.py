@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -111,6 +112,7 @@ class BenchOptions:
 def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Time to plan trees and batches, and how good the plans are; caches are warm."""
     profile = load_profile(options.profile)
+    load_before = os.getloadavg()[0]
     cases = []
     for group_size in (8, 16, 64):
         for blocks in TREE_BLOCKS:
@@ -122,7 +124,16 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
             for seed in range(options.seeds):
                 cases += _batch_cases(profile, workload, num_trees, group_size, ranks, seed, options)
                 progress(_line(cases[-1]))
-    return {"profile": profile.name, "profile_kind": profile.kind, "repeats": options.repeats, "cases": cases}
+    return {
+        "profile": profile.name,
+        "profile_kind": profile.kind,
+        "repeats": options.repeats,
+        # Set before numpy loads, or BLAS takes a thread a core.
+        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"),
+        "cpu_count": os.cpu_count(),
+        "load_average_before_and_after": [load_before, os.getloadavg()[0]],
+        "cases": cases,
+    }
 
 
 def _tree_case(
@@ -174,11 +185,12 @@ def _batch_cases(
         asked += [("static", min(8, ranks), "fast")]
     cases = []
     for policy, degree, effort in asked:
-        seconds, repeats = [], 1 + (options.repeats if effort == "fast" and policy == "auto" else 1)
+        seconds, cpu, repeats = [], [], 1 + (options.repeats if effort == "fast" and policy == "auto" else 1)
         for _ in range(repeats):
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             plan = plan_batch(trees, ranks, profile, RunOptions(), policy, degree, effort)
             seconds.append(time.perf_counter() - started)
+            cpu.append(time.process_time() - cpu_started)
         cases.append(
             {
                 "trees": num_trees,
@@ -189,6 +201,7 @@ def _batch_cases(
                 "seed": seed,
                 "solve_ms_median": statistics.median(seconds[1:]) * 1e3,
                 "solve_ms_least": min(seconds) * 1e3,
+                "solve_cpu_ms_median": statistics.median(cpu[1:]) * 1e3,
                 "gap": plan.gap,
                 "predicted_seconds": plan.predicted_seconds,
                 "passes": len(plan.passes),
@@ -207,7 +220,10 @@ def _line(case: dict[str, Any]) -> str:
 
 def render(report: dict[str, Any]) -> str:
     """The cases as a table."""
-    head = f"profile {report['profile']} ({report['profile_kind']}), medians of {report['repeats']} after warming up"
+    head = (
+        f"profile {report['profile']} ({report['profile_kind']}), medians of {report['repeats']} after warming up, "
+        f"BLAS threads {report['blas_threads'] or 'not set'}"
+    )
     return "\n".join([head, *map(_line, report["cases"])])
 
 

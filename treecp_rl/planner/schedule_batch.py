@@ -62,7 +62,7 @@ LEAST_GAIN = 0.002
 FIRST_EXCESS = 0.02
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
 LEAST_EXCESS = 0.002
-LEAST_TRIES, MOST_TRIES, MOST_LAID = 2, 6, 1600
+LEAST_TRIES, MOST_TRIES, MOST_LAID = 2, 5, 1600
 """Layouts that are tried, and trees that are laid in all of them: many trees need fewer tries, and more time each."""
 TREE_LIMITS = (1.0, 0.7)
 """Limits of one tree over the target, in turn."""
@@ -537,7 +537,6 @@ def _lay(
     """
     blocks = _Blocks(tasks.degrees, num_passes * tasks.num_ranks)
     layout = _Layout(num_passes)
-    num_levels = len(tasks.degrees)
     order, room_of, least_needs = tasks.order, tasks.room_lists, tasks.least_needs
     limits = np.maximum(limit, tasks.seconds.min(axis=1))[:, None]
     seconds_of = np.where(tasks.seconds <= limits, tasks.seconds, np.inf).tolist()
@@ -545,30 +544,20 @@ def _lay(
     is_large = np.flatnonzero(tasks.seconds[order, 0] > SMALL_PART * target)
     num_large = int(is_large[-1]) + 1 if len(is_large) else 0
     for at, tree in enumerate(order[:num_large]):
-        seconds, rooms, least_need = seconds_of[tree], room_of[tree], least_needs[at]
-        chosen, least = None, np.inf
-        for level in range(num_levels):
-            most_load = target - seconds[level]
-            if most_load < 0.0:
-                continue
-            found = blocks.fullest(level, most_load, rooms[level], least_need[level])
-            if found is not None:
-                chosen = level, found
-                break
+        seconds, needs = seconds_of[tree], room_of[tree]
+        chosen = blocks.meeting(target, seconds, needs, least_needs[at])
         if chosen is None:
-            for level in range(num_levels):
-                found = blocks.lightest(level, rooms[level]) if seconds[level] < np.inf else None
-                if found is not None and blocks.loads[level][found] + seconds[level] < least:
-                    chosen, least = (level, found), blocks.loads[level][found] + seconds[level]
+            chosen = blocks.exceeding_least(seconds, needs)
             if chosen is None:
                 return None
             if num_passes == 1:
-                if least >= most_seconds:
+                # What the pass takes now, the trees to come may take as well.
+                target = blocks.loads[chosen[0]][chosen[1]] + seconds[chosen[0]]
+                if target >= most_seconds:
                     layout.pass_seconds = [np.inf]
                     return layout
-                target = least
         level, block = chosen
-        blocks.put(level, block, seconds[level], rooms[level])
+        blocks.put(level, block, seconds[level], needs[level])
         layout.level[tree] = level
         layout.place[tree] = divmod(block * tasks.degrees[level], tasks.num_ranks)
     return _fill_leaves(tasks, order[num_large:], blocks, layout, target)
@@ -609,6 +598,27 @@ class _Blocks:
         self._sorted = [[0.0] * count for count in counts]
         self._block_at = [list(range(count)) for count in counts]
         self._is_out = [bytearray(count) for count in counts]
+
+    def meeting(
+        self, target: float, seconds: list[float], needs: list[float], least_needs: list[float]
+    ) -> tuple[int, int] | None:
+        """Level and block of the smallest degree at which a tree of ``seconds`` meets the target."""
+        for level, of_tree in enumerate(seconds):
+            if of_tree > target:
+                continue
+            found = self.fullest(level, target - of_tree, needs[level], least_needs[level])
+            if found is not None:
+                return level, found
+        return None
+
+    def exceeding_least(self, seconds: list[float], needs: list[float]) -> tuple[int, int] | None:
+        """Level and block at which a tree ends first."""
+        chosen, least = None, np.inf
+        for level, of_tree in enumerate(seconds):
+            found = self.lightest(level, needs[level]) if of_tree < np.inf else None
+            if found is not None and self.loads[level][found] + of_tree < least:
+                chosen, least = (level, found), self.loads[level][found] + of_tree
+        return chosen
 
     def fullest(self, level: int, most_load: float, need: float, least_need: float) -> int | None:
         """The block of most load up to ``most_load`` with room for ``need``, or None after ``MOST_LOOKS`` without.
