@@ -1,7 +1,7 @@
 """Planners of a batch side by side: time to solve and predicted seconds, on the same batches and the same costs.
 
-    pip install -r requirements/planner_peers.txt
-    python benchmarks/planner_peers.py --json benchmarks/planner_peers.json      # 20 minutes at most, one thread
+    pip install --no-deps -r requirements/planner_peers.txt
+    python benchmarks/planner_peers.py --json benchmarks/planner_peers.json      # ten minutes
 
 batch -> ``Costs``: seconds and room of every tree at every degree -> an assignment by each method -> ``evaluate``, one
 function for all: passes one after another, each as long as its busiest rank; and the same assignments lowered to
@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ OUR_REPEATS = 7
 TICKS_PER_SECOND = 1_000_000
 """Integers that solvers count in: microseconds."""
 ROOM_TICKS = 1_000_000
-INSTALL = "pip install -r requirements/planner_peers.txt"
+INSTALL = "pip install --no-deps -r requirements/planner_peers.txt"
 
 
 @dataclass(frozen=True)
@@ -273,6 +273,8 @@ class Solved:
     assignment: Assignment | None
     status: str
     """The solver's word for each micro-batch."""
+    bound_seconds: float = 0.0
+    """That no solution of these micro-batches is below, fixed costs apart."""
 
 
 def cp_sat() -> Any:
@@ -288,7 +290,9 @@ def cp_sat() -> Any:
     return cp_model
 
 
-def by_flexsp(costs: Costs, limit_seconds: float, workers: int) -> Solved:
+def by_flexsp(
+    costs: Costs, limit_seconds: float, workers: int, partition: Callable[..., list[list[int]]]
+) -> Solved:
     """FlexSP's problem by CP-SAT: micro-batches of sorted trees, in each the best disjoint groups.
 
     As the paper has it, trees are sorted by length and cut into the fewest micro-batches that memory allows (one more
@@ -297,7 +301,10 @@ def by_flexsp(costs: Costs, limit_seconds: float, workers: int) -> Solved:
     for num_passes in range(costs.fewest_passes, costs.fewest_passes + 4):
         order = sorted(range(len(costs.trees)), key=lambda tree: costs.trees[tree].num_tokens)
         parts = [part.tolist() for part in np.array_split(np.array(order), num_passes)]
-        found = [solve_groups(costs, part, limit_seconds / num_passes, workers) for part in parts]
+        found = [
+            solve_groups(costs, part, limit_seconds / num_passes, workers, _start(costs, part, partition))
+            for part in parts
+        ]
         status = ", ".join(one.status for one in found)
         if all(one.assignment is not None for one in found):
             places = {
@@ -305,19 +312,35 @@ def by_flexsp(costs: Costs, limit_seconds: float, workers: int) -> Solved:
                 for number, (part, one) in enumerate(zip(parts, found, strict=True))
                 for tree, place in zip(part, one.assignment or (), strict=True)
             }
-            return Solved(tuple(places[tree] for tree in range(len(costs.trees))), status)
+            bound = sum(one.bound_seconds for one in found)
+            return Solved(tuple(places[tree] for tree in range(len(costs.trees))), status, bound)
         if any(one.status == "UNKNOWN" for one in found):
             break
     return Solved(None, status)
 
 
-def solve_groups(costs: Costs, part: Sequence[int], limit_seconds: float, workers: int) -> Solved:
+def _start(costs: Costs, part: Sequence[int], partition: Callable[..., list[list[int]]]) -> Assignment | None:
+    """Karmarkar-Karp's groups of a micro-batch, where it needs no further pass."""
+    of_part = replace(
+        costs,
+        trees=tuple(costs.trees[tree] for tree in part),
+        seconds=costs.seconds[part],
+        room=costs.room[part],
+        chosen=tuple(costs.chosen[tree] for tree in part),
+    )
+    found = [_partitioned(of_part, level, 1, partition) for level in range(len(costs.degrees))]
+    return min((one for one in found if one), key=lambda one: evaluate(one, of_part), default=None)
+
+
+def solve_groups(
+    costs: Costs, part: Sequence[int], limit_seconds: float, workers: int, start: Assignment | None
+) -> Solved:
     """One micro-batch: which groups exist, and the group of each tree, so that the slowest group is done soonest.
 
     Of every degree d there are N / d groups to choose from. FlexSP's constraints: chosen groups take at most N ranks;
     each tree is in one chosen group; trees of a group fit into its memory together; T is no less than any group's
     seconds, which are the sum of its trees'. Minimised is T. Two cuts that lose no solution: groups of a degree are
-    chosen in order, and T is no less than the trees' least rank-seconds over N.
+    chosen in order, and T is no less than the trees' rank-seconds over N.
 
     Raises:
         ConfigError: OR-tools is not installed.
@@ -331,8 +354,7 @@ def solve_groups(costs: Costs, part: Sequence[int], limit_seconds: float, worker
     )
     room = np.ceil(costs.room[part] * ROOM_TICKS).astype(int)
     most = int(ticks.max(axis=1).sum())
-    least = int((ticks * np.array(costs.degrees)).min(axis=1).sum() // costs.num_ranks) if ticks.all() else 0
-    end = model.new_int_var(least, most, "T")
+    end = model.new_int_var(0, most, "T")
     groups = [
         (level, number)
         for level, degree in enumerate(costs.degrees)
@@ -359,7 +381,15 @@ def solve_groups(costs: Costs, part: Sequence[int], limit_seconds: float, worker
     model.add(
         sum(costs.degrees[level] * exists[level, number] for level, number in groups) <= costs.num_ranks
     )
+    area = [int(ticks[i, level]) * costs.degrees[level] * member for (i, (level, _)), member in is_in.items()]
+    model.add(sum(area) <= costs.num_ranks * end)
     model.minimize(end)
+    if start is not None:
+        at_start = [(place.level, place.first_rank // costs.degrees[place.level]) for place in start]
+        for group in groups:
+            model.add_hint(exists[group], group in at_start)
+        for (i, group), member in is_in.items():
+            model.add_hint(member, group == at_start[i])
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_seconds
     solver.parameters.num_workers = workers
@@ -383,6 +413,7 @@ def solve_groups(costs: Costs, part: Sequence[int], limit_seconds: float, worker
             for i in range(len(part))
         ),
         name,
+        solver.best_objective_bound / TICKS_PER_SECOND,
     )
 
 
@@ -403,6 +434,7 @@ class Settings:
     sizes: tuple[tuple[int, int], ...] = SIZES
     limits_seconds: tuple[float, ...] = LIMITS_SECONDS
     workers: int = 1
+    """Of the solver."""
 
 
 def compare(
@@ -414,10 +446,8 @@ def compare(
     costs = costs_of(trees, num_ranks, profile)
     methods: list[dict[str, Any]] = []
 
-    def add(name: str, milliseconds: float, assignment: Assignment | None, status: str | None = None) -> None:
-        found: dict[str, Any] = {"method": name, "solve_ms": milliseconds}
-        if status is not None:
-            found["solver_status"] = status
+    def add(name: str, milliseconds: float, assignment: Assignment | None, **more: Any) -> None:
+        found: dict[str, Any] = {"method": name, "solve_ms": milliseconds, **more}
         is_found = assignment is not None
         found["predicted_seconds"] = evaluate(assignment, costs) if is_found else None
         found["seconds_by_schedules"] = by_schedules(assignment, costs, profile) if is_found else None
@@ -446,9 +476,15 @@ def compare(
     add("Karmarkar-Karp (verl)", (time.perf_counter() - started) * 1e3, assignment)
     for limit in settings.limits_seconds:
         started = time.perf_counter()
-        solved = by_flexsp(costs, limit, settings.workers)
+        solved = by_flexsp(costs, limit, settings.workers, partition)
         milliseconds = (time.perf_counter() - started) * 1e3
-        add(f"FlexSP (CP-SAT, {limit:g} s)", milliseconds, solved.assignment, solved.status)
+        add(
+            f"FlexSP (CP-SAT, {limit:g} s)",
+            milliseconds,
+            solved.assignment,
+            solver_status=solved.status,
+            solver_bound_seconds=_bound(solved, costs),
+        )
     return {
         "workload": workload,
         "trees": num_trees,
@@ -457,6 +493,14 @@ def compare(
         "lower_bound_seconds": bound,
         "methods": methods,
     }
+
+
+def _bound(solved: Solved, costs: Costs) -> float | None:
+    """With fixed costs, as ``evaluate`` has them."""
+    if solved.assignment is None:
+        return None
+    num_passes = 1 + max(place.pass_number for place in solved.assignment)
+    return solved.bound_seconds + num_passes * costs.fixed_seconds
 
 
 def _line(one: dict[str, Any], first: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def peers():
 @pytest.fixture
 def solver():
     pytest.importorskip(
-        "ortools", reason="OR-tools is missing: pip install -r requirements/planner_peers.txt"
+        "ortools", reason="OR-tools is missing: pip install --no-deps -r requirements/planner_peers.txt"
     )
 
 
@@ -126,16 +126,18 @@ def best_of_disjoint_groups(peers, costs):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_solver_finds_what_brute_force_finds(peers, solver, seed):
     costs = drawn(peers, seed, room=0.1 if seed % 2 else 0.5)
-    solved = peers.by_flexsp(costs, 20.0, 1)
+    solved = peers.by_flexsp(costs, 20.0, 1, peers.karmarkar_karp_of_verl())
     assert solved.status == "OPTIMAL"
     assert peers.evaluate(solved.assignment, costs) == pytest.approx(
         best_of_disjoint_groups(peers, costs), abs=2e-5
     ), "up to the microseconds that it counts in"
+    bound = solved.bound_seconds + costs.fixed_seconds
+    assert bound == pytest.approx(peers.evaluate(solved.assignment, costs), abs=2e-5)
 
 
 def test_the_solver_cuts_a_batch_into_micro_batches_where_room_is_short(peers, solver):
     costs = drawn(peers, 0, count=8, room=0.9)
-    solved = peers.by_flexsp(costs, 20.0, 1)
+    solved = peers.by_flexsp(costs, 20.0, 1, peers.karmarkar_karp_of_verl())
     assert solved.status == "OPTIMAL, OPTIMAL"
     small = {tree for tree in range(8) if solved.assignment[tree].pass_number == 0}
     assert small == {0, 1, 2, 3}, "sorted by length"
@@ -146,7 +148,7 @@ def test_another_micro_batch_is_taken_where_one_has_no_solution(peers, solver):
     """Nine trees that each need more than half of one rank: two passes have room for them, but only in parts."""
     costs = hand_made(peers, [[1.0, np.inf, np.inf]] * 9, room=0.6)
     assert costs.fewest_passes == 2
-    solved = peers.by_flexsp(costs, 20.0, 1)
+    solved = peers.by_flexsp(costs, 20.0, 1, peers.karmarkar_karp_of_verl())
     assert solved.status == "OPTIMAL, OPTIMAL, OPTIMAL"
     assert peers.evaluate(solved.assignment, costs) == pytest.approx(3 * (1.0 + 1.0))
 
