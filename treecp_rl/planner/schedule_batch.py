@@ -2,8 +2,7 @@
 
 All ranks of a domain run each pass together, so a pass takes as long as its busiest rank, and what a tree of degree d
 adds is the same on all of its d ranks. Degrees form a chain in which each divides the next (NSP's SP tree, section
-4.1.1): laid from the largest degree down, a block of d ranks is evenly loaded whenever a tree is laid on it, so that
-loads are kept a block, not a rank. A pure function: equal inputs give equal plans on every rank, without a clock.
+4.1.1), so that blocks of ranks nest. A pure function: equal inputs give equal plans on every rank, without a clock.
 
 Lower bound: whatever the plan, some passes are needed for the tokens, every tree takes at least the least of d w(d)
 rank-seconds, and one pass holds the longest tree. ``gap`` is the plan's distance from that.
@@ -62,14 +61,14 @@ LEAST_GAIN = 0.002
 FIRST_EXCESS = 0.02
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
 LEAST_EXCESS = 0.002
-LEAST_TRIES, MOST_TRIES, MOST_LAID = 2, 5, 1600
-"""Layouts that are tried, and trees that are laid in all of them: many trees need fewer tries, and more time each."""
-TREE_LIMITS = (1.0, 0.7)
-"""Limits of one tree over the target, in turn."""
+LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 320
+"""Layouts that are tried, and trees a pass that are laid in all: many trees need fewer tries, and more time each."""
+TREE_LIMITS = (1.0, 0.7, 0.35, 0.85, 0.5)
+"""Limits of one tree over the target, in turn: the more, the more tries there are."""
 MOST_LOOKS = 12
 """Blocks without room that are passed over before a tree is tried at another degree."""
 SMALL_PART = 0.04
-"""Trees of at most this part of the target are laid whole on the lightest ranks, without looking at degrees."""
+"""Trees of at most this part of the target are laid whole on single ranks, without looking at degrees."""
 BOUND_STEPS = 12
 """Of bisection towards the lower bound: it is below the best by at most 0.1 / 2^12 of itself."""
 EXTRA_PASSES = 4
@@ -497,10 +496,11 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
     least = tasks.least_seconds
     trees_a_rank = len(tasks.shared) / (num_passes * tasks.num_ranks)
     missed, ratio = 1.0, 1.0 + max(LEAST_EXCESS, FIRST_EXCESS / trees_a_rank)
-    limits = list(TREE_LIMITS)
+    num_tries = max(LEAST_TRIES, min(MOST_TRIES, MOST_LAID * num_passes // len(tasks.shared)))
+    limits = list(TREE_LIMITS[: max(2, num_tries // 4)])
     best: _Layout | None = None
     best_ratio, num_missed = np.inf, 0
-    for _ in range(max(LEAST_TRIES, min(MOST_TRIES, MOST_LAID // len(tasks.shared)))):
+    for _ in range(num_tries):
         target = ratio * least / num_passes
         layout = _lay(tasks, target, limits[0] * target, num_passes, best_ratio * least / num_passes)
         if layout is None:
