@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from treecp_rl.bench.cp_plans import planned_step
 from treecp_rl.bench.cp_ranks import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Job, run_world
 from treecp_rl.bench.shapes import Point
 from treecp_rl.collectives import Traffic, exchange
@@ -54,6 +55,19 @@ CHECKED_KINDS: tuple[Mode, ...] = (
     "split_gather",
     "split_move_q",
 )
+RANK_KINDS: tuple[Mode, ...] = (
+    "local",
+    "gather",
+    "gather_whole",
+    "heads",
+    "reuse_ring",
+    "tree_move_kv",
+    "move_q",
+    "split_gather",
+    "split_move_q",
+)
+"""Kinds whose steps on two ranks say what passes, stages and bytes cost."""
+RANK_POINTS = 6
 TERMS = ("pass", "token", "pair", "tile", "scored token")
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 MEMORY_PART = 0.5
@@ -133,7 +147,7 @@ def calibrate(options: CalibrateOptions, progress: Callable[[str], None] = lambd
     progress(f"link: {link.latency_s * 1e6:.0f} us, {1e-9 / link.per_byte_s:.2f} GB/s")
     profile = _profile(options, model, terms_forward, terms_backward, link)
     if _is_small_model(options):
-        profile = _with_sharding(profile, options)
+        profile = _with_ranks(profile, options)
     found = Calibration(profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])))
     return check(found, options) if options.check else found
 
@@ -143,14 +157,66 @@ def _is_small_model(options: CalibrateOptions) -> bool:
     return options.model_config is None and options.num_layers is None and options.dtype == "float32"
 
 
-def _with_sharding(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
-    """What FSDP2 adds to a pass: a step of few tokens on two ranks, less what the profile says of it."""
-    point = Point("few tokens", 8, (8, 8), 32)
-    job = Job(2, (point,), ("gather",), max(5, options.repeats), options.threads, profile)
-    ((measured,),) = run_world(job, LINK_TIMEOUT_SECONDS)
-    extra = measured.cpu_seconds - measured.planned.predicted_seconds
-    per_layer = max(0.0, extra) / profile.shape.num_layers
-    return replace(profile, layer_backward_s=profile.layer_backward_s + per_layer)
+def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
+    """What FSDP2 adds to a pass, and moves to a layer: plans of several kinds on two ranks, against what the profile
+    says of them without. What two ranks on one machine take more of everything is in the first term."""
+    points = tuple(_random_group(number, options.most_tokens) for number in range(RANK_POINTS))
+    repeats = max(3, options.repeats)
+    job = Job(2, points, RANK_KINDS, repeats, options.threads, profile, counts_memory=False)
+    nothing = Link(0.0, 0.0)
+    bare = replace(profile, stage_s=0.0, node_link=nothing, cluster_link=nothing)
+    one_each = (
+        replace(bare, layer_forward_s=bare.layer_forward_s + 1.0),
+        replace(bare, stage_s=1.0),
+        replace(bare, node_link=Link(0.0, 1.0)),
+    )
+    features, seconds = [], []
+    for point, kinds in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):
+        rows = point.rows(VOCAB_SIZE)
+        for kind, measured in zip(RANK_KINDS, kinds, strict=True):
+            known = planned_step(rows, kind, bare, 2).predicted_seconds
+            more = [planned_step(rows, kind, one, 2).predicted_seconds - known for one in one_each]
+            features.append([known, *more])
+            seconds.append(measured.cpu_seconds)
+    scale, of_layer, of_stage, of_byte = fit_terms(np.array(features), np.array(seconds)).tolist()
+    return replace(
+        _scaled(bare, scale),
+        layer_forward_s=scale * bare.layer_forward_s + of_layer,
+        stage_s=of_stage,
+        node_link=Link(0.0, of_byte),
+        cluster_link=Link(0.0, of_byte),
+    )
+
+
+def _scaled(profile: ClusterProfile, scale: float) -> ClusterProfile:
+    """All that a rank computes, by so much slower."""
+
+    def affine(cost: Affine) -> Affine:
+        return Affine(scale * cost.fixed_s, scale * cost.per_token_s)
+
+    def tile(cost: TileCost) -> TileCost:
+        return TileCost(scale * cost.per_tile_s, scale * cost.per_pair_s)
+
+    return replace(
+        profile,
+        dense_forward=affine(profile.dense_forward),
+        dense_backward=affine(profile.dense_backward),
+        head_forward=affine(profile.head_forward),
+        head_backward=affine(profile.head_backward),
+        attention_forward=tile(profile.attention_forward),
+        attention_backward=tile(profile.attention_backward),
+        layer_forward_s=scale * profile.layer_forward_s,
+        layer_backward_s=scale * profile.layer_backward_s,
+    )
+
+
+def _random_group(number: int, most_tokens: int) -> Point:
+    """A group for two ranks, the same for each number."""
+    rng = random.Random(number)
+    prompt, total = (round(2 ** rng.uniform(6, math.log2(most_tokens))) for _ in range(2))
+    group = rng.choice([4, 8])
+    responses = tuple(max(1, round(total / group * rng.uniform(0.4, 1.6))) for _ in range(group))
+    return Point(f"group {number}", prompt, responses, group * prompt + sum(responses))
 
 
 def _model(options: CalibrateOptions) -> torch.nn.Module:
@@ -272,7 +338,7 @@ def _profile(
             f"treecp-rl calibrate: {options.num_trees} trees, {options.dtype}, {options.threads} threads, torch "
             f"{torch.__version__}, {platform.machine()} {_device().type}",
             "link: two processes of one node; nothing was measured between nodes, the same is written for it",
-            "sharding (FSDP2): with two ranks, only of the small model; overlap 0: not measured",
+            "of the small model, passes (FSDP2), stages and bytes from plans on two ranks; overlap 0: not measured",
             "activation bytes: computed from the model's dimensions",
         ),
         model=f"{config.model_type}, {layers} layers, hidden {hidden}",
@@ -345,13 +411,8 @@ def check(found: Calibration, options: CalibrateOptions) -> Calibration:
         raise ConfigError(
             "--check runs the small float32 model of bench cp; leave out --model-config and --dtype"
         )
-    rng = random.Random(9)
-    points = []
-    for number in range(options.check_points):
-        prompt, total = (round(2 ** rng.uniform(7, math.log2(options.most_tokens))) for _ in range(2))
-        group = rng.choice([4, 8])
-        responses = tuple(max(1, round(total / group * rng.uniform(0.4, 1.6))) for _ in range(group))
-        points.append(Point(f"check {number}", prompt, responses, group * prompt + sum(responses)))
+    # Others than those that the profile was measured with.
+    points = [_random_group(RANK_POINTS + n, options.most_tokens) for n in range(options.check_points)]
     job = Job(2, tuple(points), CHECKED_KINDS, options.repeats, options.threads, found.profile)
     orders, errors = [], []
     for point, measured in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):

@@ -145,6 +145,12 @@ def _add_bench_cp(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=_positive, default=3, help="interleaved rounds; medians are reported"
     )
+    parser.add_argument(
+        "--close-repeats",
+        type=_not_negative,
+        default=0,
+        help="more rounds of the kinds within 15 % of the fastest, and of auto",
+    )
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="SECONDS", help="for the ranks of one world size"
@@ -244,6 +250,14 @@ def _positive(text: str) -> int:
     return number
 
 
+def _not_negative(text: str) -> int:
+    """A whole number of 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number of 0 or more")
+    return number
+
+
 def _train(overrides: list[str]) -> int:
     from treecp_rl.train import main as train
 
@@ -320,6 +334,7 @@ def _bench_cp(options: argparse.Namespace) -> int:
             **asked,
             scale=options.scale,
             repeats=options.repeats,
+            close_repeats=options.close_repeats,
             threads=options.threads,
             timeout_seconds=options.timeout,
             trace_file=options.trace,

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, plan_passes, run_passes
+from treecp_rl.engine.planning import planner_of
 from treecp_rl.errors import PlanError
 from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.estimates import dims_of, estimate
 from treecp_rl.planner.forms import RunOptions
 from treecp_rl.planner.profile import Link
-from treecp_rl.planner.schedule_batch import plan_batch
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
@@ -95,13 +95,7 @@ def fresh_model(sharded, reshard=True):
 def planner_for(name, num_ranks):
     """Plans by the costs of that name."""
     room = 240 // num_ranks if name == "little room" else None
-
-    def plan(trees):
-        return plan_batch(
-            trees, num_ranks, COSTS[name], RunOptions(checkpointing=False, tokens_per_rank=room)
-        )
-
-    return plan
+    return planner_of(COSTS[name], num_ranks, RunOptions(checkpointing=False, tokens_per_rank=room))
 
 
 def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", planned_for=None, **options):

@@ -39,6 +39,8 @@ class BenchOptions:
     shapes: tuple[str, ...] = tuple(SHAPES)
     kinds: tuple[Mode, ...] = KINDS
     repeats: int = 3
+    close_repeats: int = 0
+    """More, of the kinds that may be the fastest."""
     threads: int = 1
     timeout_seconds: float = 3600.0
     """Of the ranks of one world size, all points together."""
@@ -145,6 +147,7 @@ class BenchReport:
             "response_cv": RESPONSE_CV,
             "scale": self.options.scale,
             "repeats": self.options.repeats,
+            "close_repeats": self.options.close_repeats,
             "threads": self.options.threads,
             "machine": {
                 "processor": platform.machine(),
@@ -253,6 +256,7 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
             points=points,
             kinds=options.kinds,
             repeats=options.repeats,
+            close_repeats=options.close_repeats,
             threads=options.threads,
             traced_point=len(options.budgets) - 1 if number == 0 else None,
             trace_file=options.trace_file,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, plan_passes
-from treecp_rl.engine.planning import Planner
+from treecp_rl.engine.planning import Planner, planner_of
 from treecp_rl.engine.shares import Setting, fused_share, prefill_share, replay_share
 from treecp_rl.plan import Schedule
 from treecp_rl.planner.batch import Mode
@@ -16,8 +16,6 @@ from treecp_rl.planner.cost import bytes_sent
 from treecp_rl.planner.forms import RunOptions
 from treecp_rl.planner.place import TOKEN_PAIRS
 from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.schedule_batch import BatchPlan, plan_batch
-from treecp_rl.planner.search import TreeLengths
 from treecp_rl.planner.seconds import Pass, predict
 from treecp_rl.tree import Row, pack
 
@@ -55,15 +53,6 @@ RUN_OPTIONS = RunOptions(checkpointing=False)
 """Of every step here: layers are kept, and no token budget cuts anything."""
 
 
-def planner_of(profile: ClusterProfile, world_size: int) -> Planner:
-    """What ``auto`` asks."""
-
-    def plan(trees: Sequence[TreeLengths]) -> BatchPlan:
-        return plan_batch(trees, world_size, profile, RUN_OPTIONS)
-
-    return plan
-
-
 def passes_of(rows: Sequence[Row], kind: Mode, planner: Planner) -> PassPlan:
     """Every row in one pass, or every tree in one prefill and one round; ``auto`` as the planner chooses."""
     return plan_passes(rows, tokens_per_pass=_UNBOUNDED_TOKENS, mode=kind, planner=planner)
@@ -87,7 +76,7 @@ def _lowered(rows: Sequence[Row], kind: Mode, profile: ClusterProfile, world_siz
     """The step's passes as the engine lowers them."""
     domain = Domain(0, world_size, None)  # type: ignore[arg-type]
     setting = Setting(PassOptions(mode=kind), profile.shape, recomputes=False, domain=domain)
-    for one in passes_of(rows, kind, planner_of(profile, world_size)).passes:
+    for one in passes_of(rows, kind, planner_of(profile, world_size, RUN_OPTIONS)).passes:
         whole = pack(one.trees)
         if not one.rounds:
             shares = [fused_share(whole, setting, one.decisions)]

@@ -29,13 +29,14 @@ from transformers import PretrainedConfig
 
 from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.attention.program import Program
-from treecp_rl.bench.cp_plans import PlannedStep, passes_of, planned_step, planner_of
+from treecp_rl.bench.cp_plans import RUN_OPTIONS, PlannedStep, passes_of, planned_step
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.overlap import Overlap, overlap_of
 from treecp_rl.bench.shapes import BatchPoint, Point
 from treecp_rl.bench.step import BenchError
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import Domain, PassOptions, RowScores, StepReport, run_passes
+from treecp_rl.engine.planning import planner_of
 from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.estimates import dims_of, estimate
 from treecp_rl.planner.profile import ClusterProfile
@@ -64,6 +65,8 @@ class Job:
     """What ``auto`` plans with, and what predictions are of; None: an estimate of a core."""
     close_repeats: int = 0
     """More repeats of ``auto`` and of the kinds that are within ``CLOSE`` of the fastest."""
+    counts_memory: bool = True
+    """Whether the first step of every kind counts memory, which takes as long as some more steps."""
     traced_point: int | None = None
     """Point of which one step of every kind is traced on rank 0."""
     trace_file: str | None = None
@@ -182,7 +185,7 @@ def _measure_point(
     job: Job, runner: _Runner, point: Point | BatchPoint, *, is_traced: bool
 ) -> list[Measured]:
     planned = {kind: runner.plan(point, kind) for kind in job.kinds}
-    first = {kind: runner.step(point, kind, counts_memory=True) for kind in job.kinds}
+    first = {kind: runner.step(point, kind, counts_memory=job.counts_memory) for kind in job.kinds}
     _require_agreement(first, planned, f"{point.name} at {point.budget_tokens} tokens")
     rounds = {kind: list[StepResult]() for kind in job.kinds}
     for _ in range(job.repeats):
@@ -241,6 +244,7 @@ class _Runner:
 
     def __init__(self, model: torch.nn.Module, domain: Domain, profile: ClusterProfile) -> None:
         self._model, self._domain, self._profile = model, domain, profile
+        self._planner = planner_of(profile, domain.size, RUN_OPTIONS)
         self._programs: list[Program] = []
         model.register_forward_pre_hook(
             lambda _, __, named: self._programs.append(named[PROGRAM_KEY]), with_kwargs=True
@@ -300,7 +304,7 @@ class _Runner:
     def _run(self, rows: Sequence[Any], kind: Mode, losses: list[torch.Tensor]) -> StepReport:
         return run_passes(
             self._model,
-            passes_of(rows, kind, planner_of(self._profile, self._domain.size)),
+            passes_of(rows, kind, self._planner),
             partial(_loss_of, num_rows=len(rows), seen=losses),
             PassOptions(mode=kind),
             domain=self._domain,

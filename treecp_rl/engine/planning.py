@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision
-from treecp_rl.planner.schedule_batch import BatchPlan, PlannedTree
+from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.profile import ClusterProfile
+from treecp_rl.planner.schedule_batch import BatchPlan, PlannedTree, plan_batch
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.tree import ReplayTree, Row, Share, fold
 
@@ -22,6 +24,15 @@ class PlannedTrees:
     """Of each tree."""
     rounds: tuple[ReplayTree, ...] = ()
     """Of a tree that runs as a prefill and rounds of replay."""
+
+
+def planner_of(profile: ClusterProfile, num_ranks: int, options: RunOptions) -> Planner:
+    """A planner that solves every batch itself."""
+
+    def plan(trees: Sequence[TreeLengths]) -> BatchPlan:
+        return plan_batch(trees, num_ranks, profile, options)
+
+    return plan
 
 
 def lengths_of(tree: ReplayTree) -> TreeLengths:

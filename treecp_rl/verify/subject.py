@@ -13,7 +13,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.head import HeadOptions
 from treecp_rl.engine.passes import Domain, PassOptions, RowScores, plan_passes, run_passes
+from treecp_rl.engine.planning import Planner, planner_of
 from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.estimates import dims_of, estimate
+from treecp_rl.planner.forms import RunOptions
 from treecp_rl.tree import Share
 from treecp_rl.verify.cases import Case
 from treecp_rl.verify.losses import BatchLoss
@@ -92,7 +95,8 @@ def run_engine(
     row_numbers = tuple(range(len(case.rows))) if is_domain else case.rows_of(rank, world_size)
     rows = [case.rows[index] for index in row_numbers]
     budget = case.tokens_per_pass or max(1, sum(row.num_tokens for row in case.rows))
-    passes = plan_passes(rows, share=share, tokens_per_pass=budget, mode=plan or "auto")
+    planner = None if domain is None else _planner(model, case, domain)
+    passes = plan_passes(rows, share=share, tokens_per_pass=budget, mode=plan or "auto", planner=planner)
     head = HeadOptions(entropy=True, sum_pi_squared=True, chunk_tokens=_HEAD_CHUNK_TOKENS)
     options = PassOptions(head=head, mode=plan or "auto")
     recorder = _Recorder(loss if is_domain else loss.for_world(world_size), row_numbers)
@@ -137,6 +141,13 @@ def merge_outcomes(outcomes: list[Outcome]) -> Outcome:
         tokens_computed=sum(outcome.tokens_computed for outcome in outcomes),
         tokens_flat=sum(outcome.tokens_flat for outcome in outcomes),
     )
+
+
+def _planner(model: nn.Module, case: Case, domain: Domain) -> Planner:
+    """What ``auto`` asks. Any costs will do: they choose among plans that must all be exact."""
+    profile = estimate("cpu", model.config.model_type, dims_of(model.config))
+    budget = None if case.tokens_per_pass is None else -(-case.tokens_per_pass // domain.size)
+    return planner_of(profile, domain.size, RunOptions(case.checkpointing, tokens_per_rank=budget))
 
 
 @contextmanager
