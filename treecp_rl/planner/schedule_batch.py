@@ -54,14 +54,14 @@ MOST_LANES = 8
 """Lanes of ``heads`` that a batch considers: each number of lanes is an assignment of every tree's responses."""
 MEMORY_PART = 0.9
 """Part of a rank's memory that a batch plans with: closed forms miss the lowered peak by some percent."""
-GOOD_GAP = 0.005
+GOOD_GAP = 0.0065
 """Gap at which the search stops."""
 LEAST_GAIN = 0.002
 """Distance of the best layout from a missed target at which the search stops."""
-FIRST_EXCESS = 0.02
+FIRST_EXCESS = 0.025
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
 LEAST_EXCESS = 0.002
-LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 320
+LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 256
 """Layouts that are tried, and trees a pass that are laid in all: many trees need fewer tries, and more time each."""
 TREE_LIMITS = (1.0, 0.7, 0.35, 0.85, 0.5)
 """Limits of one tree over the target, in turn: the more, the more tries there are."""
