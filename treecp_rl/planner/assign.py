@@ -167,6 +167,14 @@ def _splits(num_units: int) -> tuple[Floats, Ints, Ints, Ints]:
     return membership.astype(np.float64), np.array(parts), rests, np.array(firsts)
 
 
+@lru_cache(maxsize=1 << EXACT_UNITS)
+def _splits_of(num_units: int, subset: int) -> tuple[Ints, Ints]:
+    """Every part and rest of one subset."""
+    _, parts, rests, firsts = _splits(num_units)
+    options = slice(firsts[subset], firsts[subset + 1] if subset + 1 < len(firsts) else None)
+    return parts[options], rests[options]
+
+
 def _halve(makespans: Floats, others: Floats, num_units: int) -> Floats:
     """[2^U] best makespan of each subset, part of it on lanes of ``makespans`` and the rest on ``others``."""
     _, parts, rests, firsts = _splits(num_units)
@@ -197,10 +205,9 @@ class SubsetProgram:
     def split(self, subset: int, lanes: int) -> tuple[int, int, int, int]:
         """The best halves of a subset and how many lanes each has."""
         many, few = lanes - lanes // 2, lanes // 2
-        _, parts, rests, firsts = _splits(self._num_units)
-        options = slice(firsts[subset], firsts[subset + 1] if subset < self.everything else None)
-        spans = np.maximum(self.solve(many).take(parts[options]), self.solve(few).take(rests[options]))
-        part = int(parts[options][spans.argmin()])
+        parts, rests = _splits_of(self._num_units, subset)
+        spans = np.maximum(self.solve(many).take(parts), self.solve(few).take(rests))
+        part = int(parts[spans.argmin()])
         return part, many, subset ^ part, few
 
     def critical_lane(self, lanes: int) -> int:
