@@ -131,7 +131,30 @@ class Schedule:
         return sha256(numbers.tobytes()).hexdigest()[:8]
 
 
+TOKEN_PAIRS = 1856
+"""Pairs taken to cost as much as one token's linear layers where no profile says."""
+
 Kind = Literal["local", "gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a rank's part of a layer costs beside query-key pairs, each in so many pairs."""
+
+    token_pairs: int
+    """Of the linear layers of a token."""
+    near_token_pairs: float
+    """Of a token's K/V that arrive from a rank of the same node."""
+    far_token_pairs: float
+    """The same from another node."""
+    tile_pairs: float
+    """Of a tile."""
+    ranks_per_node: int
+
+    def moved_pairs(self, src: int, dst: int) -> float:
+        """Of a token's K/V from one rank to another."""
+        is_near = src // self.ranks_per_node == dst // self.ranks_per_node
+        return self.near_token_pairs if is_near else self.far_token_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +176,8 @@ class Decision:
     degree: int = 1
     lanes: int = 1
     """Lanes side by side, s in the paper; divides ``degree``. Read by ``tree_move_kv`` and ``heads``."""
+    weights: Weights | None = None
+    """What ``gather`` weighs placements with; None: they must be even in work and in tokens."""
 
     @property
     def ranks(self) -> range:

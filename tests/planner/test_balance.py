@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planner.shapes import decision, trees
-from treecp_rl.plan import Decision, Node
+from treecp_rl.plan import TOKEN_PAIRS, Decision, Node
 from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.lower import lower
@@ -32,6 +32,11 @@ def lengths(ratio, budget, skew, seed):
     return prompt, [max(1, round(scale * draw)) for draw in draws]
 
 
+def work_of(first_position, num_tokens):
+    """Of consecutive tokens of a row, in pairs."""
+    return num_tokens * (TOKEN_PAIRS + first_position) + num_tokens * (num_tokens + 1) // 2
+
+
 def unevenness(nodes, schedule):
     """Max over mean of the ranks' work, counted from the tiles, and of their tokens."""
     works, tokens = [0] * schedule.world_size, [0] * schedule.world_size
@@ -40,7 +45,7 @@ def unevenness(nodes, schedule):
             works[tile.rank] += tile.num_pairs
     for segment in schedule.segments:
         tokens[segment.rank] += segment.stop - segment.start
-        works[segment.rank] += (segment.stop - segment.start) * place.TOKEN_PAIRS
+        works[segment.rank] += (segment.stop - segment.start) * TOKEN_PAIRS
     return tuple(max(loads) * len(loads) / sum(loads) for loads in (works, tokens))
 
 
@@ -85,11 +90,11 @@ def test_equal_responses_that_fill_the_ranks_stay_whole():
 @settings(max_examples=100, deadline=None)
 def test_random_shapes_are_even_in_work(prompt, responses, degree):
     """Within the limit or two tokens; a prompt too short for a zigzag may come on top, whole as it is."""
-    total = place.work(0, prompt) + sum(place.work(prompt, response) for response in responses)
-    whole = 0 if prompt >= 2 * degree * place.ROOT_ZIGZAG_FLOOR else place.work(0, prompt)
+    total = work_of(0, prompt) + sum(work_of(prompt, response) for response in responses)
+    whole = 0 if prompt >= 2 * degree * place.ROOT_ZIGZAG_FLOOR else work_of(0, prompt)
     assume(whole <= total / degree)
     work, _ = unevenness(*gather((prompt, responses), degree))
-    last_token = place.TOKEN_PAIRS + prompt + max(responses)
+    last_token = TOKEN_PAIRS + prompt + max(responses)
     assert (work - 1) * total / degree <= max(0.01 * total / degree, 2 * last_token) + whole
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from treecp_rl.engine.passes import Domain, PassOptions, PassPlan, plan_passes
 from treecp_rl.engine.planning import Planner, planner_of
 from treecp_rl.engine.shares import Setting, fused_share, prefill_share, replay_share
-from treecp_rl.plan import Schedule
+from treecp_rl.plan import TOKEN_PAIRS, Schedule
 from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.cost import bytes_sent
 from treecp_rl.planner.forms import RunOptions
-from treecp_rl.planner.place import TOKEN_PAIRS
 from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.planner.seconds import Pass, predict
 from treecp_rl.tree import Row, pack

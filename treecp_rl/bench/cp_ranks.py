@@ -188,12 +188,12 @@ def _measure_point(
     first = {kind: runner.step(point, kind, counts_memory=job.counts_memory) for kind in job.kinds}
     _require_agreement(first, planned, f"{point.name} at {point.budget_tokens} tokens")
     rounds = {kind: list[StepResult]() for kind in job.kinds}
-    for _ in range(job.repeats):
-        for kind in job.kinds:
+    for number in range(job.repeats):
+        for kind in _rotated(job.kinds, number):
             rounds[kind].append(runner.step(point, kind))
     close = _close_kinds(rounds)
-    for _ in range(job.close_repeats):
-        for kind in close:
+    for number in range(job.close_repeats):
+        for kind in _rotated(close, number):
             rounds[kind].append(runner.step(point, kind))
 
     def median(clock: str, kind: Mode) -> float:
@@ -215,6 +215,12 @@ def _measure_point(
         )
         for index, kind in enumerate(job.kinds)
     ]
+
+
+def _rotated(kinds: Sequence[Mode], by: int) -> list[Mode]:
+    """Another kind first in every round: what a step leaves in caches and allocators falls to each in turn."""
+    start = by % len(kinds)
+    return [*kinds[start:], *kinds[:start]]
 
 
 def _close_kinds(rounds: dict[Mode, list[StepResult]]) -> list[Mode]:

@@ -1,7 +1,7 @@
 """replay trees -> lengths -> the planner's BatchPlan -> trees, rounds and decisions of each pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision
@@ -64,7 +64,7 @@ def apply_plan(
     passes = []
     for one in plan.passes:
         chosen = tuple(trees[planned.tree] for planned in one.trees)
-        decisions = tuple(_decision(planned, trees[planned.tree]) for planned in one.trees)
+        decisions = tuple(_decision(plan, planned, trees[planned.tree]) for planned in one.trees)
         if one.is_shared:
             passes.append(PlannedTrees(chosen, decisions))
         else:
@@ -77,8 +77,8 @@ def _children(tree: ReplayTree) -> list[int]:
     return [index for index, node in enumerate(tree.nodes) if node.parent == 0]
 
 
-def _decision(planned: PlannedTree, tree: ReplayTree) -> Decision:
-    decision = replace(planned.candidate.decision, first_rank=planned.first_rank)
+def _decision(plan: BatchPlan, planned: PlannedTree, tree: ReplayTree) -> Decision:
+    decision = plan.decision(planned)
     # What was counted as a prompt and a response of one token may be a single token.
     return decision if decision.degree <= tree.num_tokens else Decision("local", planned.first_rank)
 

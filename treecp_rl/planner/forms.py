@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from treecp_rl.plan import Decision, Kind
+from treecp_rl.plan import Decision, Kind, Weights
 from treecp_rl.planner.cost import ModelShape
 from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile, Form, Link
@@ -314,6 +314,18 @@ def cost_table(profile: ClusterProfile, options: RunOptions, chosen: tuple[Candi
 def token_pairs(profile: ClusterProfile) -> float:
     """Pairs that cost as much as one token's linear layers."""
     return profile.dense_forward.per_token_s / profile.attention_forward.per_pair_s
+
+
+def weights_of(profile: ClusterProfile, options: RunOptions) -> Weights:
+    """What placements weigh by a profile."""
+    forward, backward = _times(options)
+    p = profile
+    pair = forward * p.attention_forward.per_pair_s + backward * p.attention_backward.per_pair_s
+    token = forward * p.dense_forward.per_token_s + backward * p.dense_backward.per_token_s
+    tile = forward * p.attention_forward.per_tile_s + backward * p.attention_backward.per_tile_s
+    num_bytes = forward * move_bytes(p.shape, False)[0] + backward * move_bytes(p.shape, True)[0]
+    near, far = (link.per_byte_s * num_bytes / pair for link in (p.node_link, p.cluster_link))
+    return Weights(round(token / pair), near, far, tile / pair, p.ranks_per_node)
 
 
 def pass_fixed_seconds(profile: ClusterProfile, options: RunOptions) -> float:

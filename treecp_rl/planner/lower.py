@@ -9,7 +9,8 @@ and its reach. All trees of a pass lie on one token axis, so their stage lists a
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
@@ -19,12 +20,14 @@ from treecp_rl.planner.check import STATE_DELAY
 from treecp_rl.planner.place import (
     Tree,
     place_blocks,
+    place_in_parts,
     place_lanes,
     place_uncut,
     place_whole,
     place_zigzag,
     placements,
     trees_of,
+    weighed_placements,
 )
 
 
@@ -85,14 +88,16 @@ def lower(
     moves: dict[int, list[Move]] = defaultdict(list)
     tiles: dict[int, list[Tile]] = defaultdict(list)
     first_stage = 0
-    for number, (tree, decision) in enumerate(zip(trees, decisions, strict=True)):
+    for number, (one, decision) in enumerate(zip(trees, decisions, strict=True)):
+        weights = decision.weights
+        tree = one if weights is None else replace(one, token_pairs=weights.token_pairs)
         root_is_resident = number in resident_trees
         _require_ranks(tree, decision, world_size)
         lowered = [
             (owned, _stages(tree, _pieces(tree, owned), decision, root_is_resident))
             for owned in _placements(tree, decision, root_is_resident)
         ]
-        owned, stages = min(lowered, key=lambda one: (one[1].num_moved_tokens, one[1].most_tiles))
+        owned, stages = min(lowered, key=partial(_preference, tree, decision))
         segments += owned
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
@@ -131,10 +136,34 @@ def _require_ranks(tree: Tree, decision: Decision, world_size: int) -> None:
         )
 
 
+def _preference(
+    tree: Tree, decision: Decision, lowered: "tuple[list[Segment], _Stages]"
+) -> tuple[float, ...]:
+    """What to choose by, least first: the busiest rank's cost, or among even placements what moves and tiles are."""
+    (owned, stages), weights = lowered, decision.weights
+    if weights is None:
+        return (stages.num_moved_tokens, stages.most_tiles)
+    costs: dict[int, float] = defaultdict(float)
+    arrive: dict[int, float] = defaultdict(float)
+    leave: dict[int, float] = defaultdict(float)
+    for segment in owned:
+        costs[segment.rank] += weights.token_pairs * (segment.stop - segment.start)
+    for tile in chain.from_iterable(stages.tiles.values()):
+        costs[tile.rank] += tile.num_pairs + weights.tile_pairs
+    for move in chain.from_iterable(stages.moves.values()):
+        moved = move.num_tokens * weights.moved_pairs(move.src, move.dst)
+        arrive[move.dst] += moved
+        leave[move.src] += moved
+    return (max(costs[rank] + max(arrive[rank], leave[rank]) for rank in decision.ranks),)
+
+
 def _placements(tree: Tree, decision: Decision, root_is_resident: bool) -> list[list[Segment]]:
-    """Ways to place a tree, all as good by the work of their ranks."""
-    if decision.kind == "gather":
-        return placements(tree, list(decision.ranks), root_is_resident)
+    """Ways to place a tree."""
+    ranks = list(decision.ranks)
+    if decision.kind == "gather" and decision.weights is None:
+        return placements(tree, ranks, root_is_resident)
+    if decision.kind == "gather" and decision.weights is not None:
+        return weighed_placements(tree, ranks, decision.weights, root_is_resident)
     return [_place(tree, decision, root_is_resident)]
 
 
@@ -152,6 +181,8 @@ def _place(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Segme
                 "dcp_fused has no split form: its blocks leave a prompt where no replay looks for it"
             )
         return place_blocks(tree, ranks)
+    if decision.weights is not None:
+        return place_in_parts(tree, ranks, root_is_resident)
     return place_whole(tree, ranks, root_is_resident)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from treecp_rl.plan import Decision, Node
 from treecp_rl.planner.lower import lower
@@ -20,11 +19,11 @@ def lower_plan(plan: BatchPlan, trees: Sequence[TreeLengths]) -> Iterator[tuple[
     """
     for one in plan.passes:
         if one.is_shared:
-            chosen = [(trees[planned.tree], _decision(planned)) for planned in one.trees]
+            chosen = [(trees[planned.tree], plan.decision(planned)) for planned in one.trees]
             yield one, [_lowered(chosen, plan.num_ranks)]
         else:
             (planned,) = one.trees
-            yield one, _lower_split(planned, trees[planned.tree], plan.num_ranks)
+            yield one, _lower_split(planned, plan.decision(planned), trees[planned.tree], plan.num_ranks)
 
 
 def nodes_of(trees: Iterable[TreeLengths]) -> tuple[Node, ...]:
@@ -41,10 +40,6 @@ def nodes_of(trees: Iterable[TreeLengths]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def _decision(planned: PlannedTree) -> Decision:
-    return replace(planned.candidate.decision, first_rank=planned.first_rank)
-
-
 def _lowered(
     chosen: Sequence[tuple[TreeLengths, Decision]], num_ranks: int, resident: Sequence[int] = ()
 ) -> Pass:
@@ -53,8 +48,7 @@ def _lowered(
     return Pass(lower(nodes, decisions, num_ranks, resident_trees=resident), nodes)
 
 
-def _lower_split(planned: PlannedTree, tree: TreeLengths, num_ranks: int) -> list[Pass]:
-    decision = _decision(planned)
+def _lower_split(planned: PlannedTree, decision: Decision, tree: TreeLengths, num_ranks: int) -> list[Pass]:
     root = (Node(-1, 0, tree.prompt, tree.prompt),)
     passes = [Pass(lower(root, [decision], num_ranks), root)]
     for number in range(max(planned.round_of) + 1):

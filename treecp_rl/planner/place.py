@@ -1,18 +1,18 @@
 """nodes of one tree -> segments: which rank owns which tokens.
 
-Work is counted in query-key pairs; a token's linear layers count as ``TOKEN_PAIRS`` pairs, the ratio at which
-a planner without a measured profile weighs the two.
+Work is counted in query-key pairs; a token's linear layers count as so many pairs as the decision says.
 """
 
 import heapq
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from treecp_rl.plan import Node, Segment
+from treecp_rl.plan import TOKEN_PAIRS, Node, Segment, Weights
 
-TOKEN_PAIRS = 1856
-"""Pairs taken to cost as much as one token's linear layers: an assumption until a profile says better."""
 ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
 ROOT_ZIGZAG_FLOOR = 8
@@ -28,6 +28,8 @@ TOKEN_LIMIT = 1.15
 """Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
 STEADY_SHARE = 1 / 64
 """Part of a rank's share that short nodes may pile up on one rank of a zigzag before the next has its turn."""
+MOST_WEIGHED = 3
+"""Placements of a tree that are lowered to be weighed."""
 MOST_STEPS = 500
 """Of one search for an even placement without cuts."""
 CUT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0, float("inf"))
@@ -49,6 +51,8 @@ class Tree:
     """Position of each node's first token in its rows."""
     ends: tuple[int, ...]
     """One past the index of each node's last descendant."""
+    token_pairs: int = TOKEN_PAIRS
+    """Pairs that count as much as one token's linear layers."""
 
     @property
     def root(self) -> Node:
@@ -57,6 +61,16 @@ class Tree:
     @property
     def num_tokens(self) -> int:
         return self.root.subtree_stop - self.root.start
+
+    def work(self, first_position: int, num_tokens: int) -> int:
+        """Work of consecutive tokens of a row: each attends to all positions up to its own."""
+        pairs = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
+        return num_tokens * self.token_pairs + pairs
+
+    def tokens_for(self, room: float, first_position: int) -> int:
+        """Most consecutive tokens from ``first_position`` on whose work fits in ``room``."""
+        per_token = self.token_pairs + first_position + 0.5
+        return max(0, int(-per_token + (per_token * per_token + 2 * max(0.0, room)) ** 0.5))
 
     def children(self, index: int) -> list[int]:
         """Indices of a node's children."""
@@ -95,11 +109,6 @@ def _tree(nodes: Sequence[Node], first: int) -> Tree:
     return Tree(tuple(joined), tuple(depths), tuple(ends))
 
 
-def work(first_position: int, num_tokens: int) -> int:
-    """Work of consecutive tokens of a row: each attends to all positions up to its own."""
-    return num_tokens * TOKEN_PAIRS + num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
-
-
 class _Load:
     """What each rank carries so far, and the segments it carries it for."""
 
@@ -109,6 +118,7 @@ class _Load:
         self.tokens = dict.fromkeys(ranks, 0)
         self.segments: list[Segment] = []
         self._steady = -1
+        self._starts = [node.start for node in tree.nodes]
 
     def lightest(self, among: Iterable[int] | None = None) -> int:
         """The rank with the least work, the lowest of several."""
@@ -129,8 +139,31 @@ class _Load:
             return
         shift = self._tree.depths[index] - self._tree.nodes[index].start
         for rank, start, stop in ((s.rank, s.start, s.stop) for s in segments):
-            self.work[rank] += work(start + shift, stop - start)
+            self.work[rank] += self._tree.work(start + shift, stop - start)
             self.tokens[rank] += stop - start
+
+    def estimated_cost(self, weights: Weights) -> float:
+        """Of the busiest rank, in pairs: its work, the K/V that it lacks or sends of its nodes and of the root, and
+        about as many tiles as its runs of tokens meet runs of keys."""
+        owners: list[dict[int, int]] = [defaultdict(int) for _ in self._tree.nodes]
+        own_runs: dict[tuple[int, int], int] = defaultdict(int)
+        for segment in self.segments:
+            node = bisect_right(self._starts, segment.start) - 1
+            owners[node][segment.rank] += segment.stop - segment.start
+            own_runs[segment.rank, node] += 1
+        costs = {rank: float(work) for rank, work in self.work.items()}
+        arrive, leave = dict.fromkeys(costs, 0.0), dict.fromkeys(costs, 0.0)
+        for node, held in enumerate(owners):
+            for rank in held if node else costs:
+                for other, tokens in held.items():
+                    if other != rank:
+                        moved = tokens * weights.moved_pairs(other, rank)
+                        arrive[rank] += moved
+                        leave[other] += moved
+        for (rank, node), runs in own_runs.items():
+            tiles = runs * (runs + 1) / 2 + (runs if len(owners[node]) > 1 else 0) + (3 * runs if node else 0)
+            costs[rank] += weights.tile_pairs * tiles
+        return max(cost + max(arrive[rank], leave[rank]) for rank, cost in costs.items())
 
     def excess(self) -> float:
         """The larger of the excesses of work and tokens over their means, in units of their limits'."""
@@ -217,26 +250,46 @@ def _place_lanes(tree: Tree, ranks: Sequence[int], lanes: int, root_is_resident:
 
 
 def placements(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[list[Segment]]:
-    """Placements of ``gather`` to choose among: ``place_whole``'s, and even ones that cut nothing, or in lanes.
+    """Placements of ``gather`` to choose among: ``place_whole``'s, and the others that are even.
 
     A cut moves the K/V before it, a whole subtree moves nothing of its own. And what a rank holds beside its root
-    chunks decides how much of the root must come to it: the first rank needs all of it anyhow. A short root may
-    itself stay whole.
+    chunks decides how much of the root must come to it: the first rank needs all of it anyhow.
     """
-    *whole_root, zigzag_root = _root_floors(tree, ranks, root_is_resident)
-    others: list[_Load | None] = [_place_whole(tree, ranks, root_is_resident, floor) for floor in whole_root]
-    others += [
+    even = [load.segments for load in _others(tree, ranks, root_is_resident) if load.excess() <= 1]
+    return [place_whole(tree, ranks, root_is_resident), *even]
+
+
+def weighed_placements(
+    tree: Tree, ranks: Sequence[int], weights: Weights, root_is_resident: bool = False
+) -> list[list[Segment]]:
+    """Placements of ``gather`` to choose among by cost: the cheapest by estimate, even or not."""
+    loads = [_place_whole(tree, ranks, root_is_resident, ROOT_ZIGZAG_FLOOR)]
+    loads += _others(tree, ranks, root_is_resident)
+    loads += [
+        _place_largest_first(tree, ranks, root_is_resident, floor)
+        for floor in _root_floors(tree, ranks, root_is_resident)
+    ]
+    loads.sort(key=lambda load: load.estimated_cost(weights))
+    return [load.segments for load in loads[:MOST_WEIGHED]]
+
+
+def _others(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[_Load]:
+    """Placements beside ``place_whole``'s: with a short root whole, without cuts, with long responses on ranks of
+    their own, in lanes."""
+    *whole_root, _ = floors = _root_floors(tree, ranks, root_is_resident)
+    found: list[_Load | None] = [_place_whole(tree, ranks, root_is_resident, floor) for floor in whole_root]
+    found += [
         _place_uncut(tree, ranks, root_is_resident, fills_up, floor)
-        for floor in (*whole_root, zigzag_root)
+        for floor in floors
         for fills_up in (False, True)
     ]
-    others += [
+    found += [_place_in_parts(tree, ranks, root_is_resident, floor) for floor in floors]
+    found += [
         _place_lanes(tree, ranks, lanes, root_is_resident)
         for lanes in range(2, len(ranks))
         if len(ranks) % lanes == 0
     ]
-    even = [load.segments for load in others if load is not None and load.excess() <= 1]
-    return [place_whole(tree, ranks, root_is_resident), *even]
+    return [load for load in found if load is not None]
 
 
 def place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
@@ -335,11 +388,96 @@ def _place_whole(tree: Tree, ranks: Sequence[int], root_is_resident: bool, root_
     return best
 
 
+def place_in_parts(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
+    """Root zigzag, long responses over ranks of their own; where there are none, as ``place_whole``."""
+    load = _place_in_parts(tree, ranks, root_is_resident, ROOT_ZIGZAG_FLOOR)
+    return place_whole(tree, ranks, root_is_resident) if load is None else load.segments
+
+
+def _place_in_parts(
+    tree: Tree, ranks: Sequence[int], root_is_resident: bool, root_floor: int
+) -> _Load | None:
+    """A response of more work than a rank's share zigzag over as many ranks of its own as it fills; its ends, and all
+    shorter responses, on the ranks that are left. None where responses branch, or none is long.
+
+    A response's K/V then travel within its part, not to all ranks. Both ends: together they have the work per token
+    of what is between them, so that even work means even tokens.
+    """
+    tops = tree.children(0)
+    if len(tops) + 1 < len(tree.nodes):
+        return None
+    load = _with_root(tree, ranks, root_is_resident, root_floor)
+    works = _subtree_work(tree, frozenset())
+    target = (sum(load.work.values()) + sum(works[top] for top in tops)) / len(ranks)
+    # Ranks with a whole root have less room, and are for the rest.
+    free = sorted(ranks, key=lambda rank: (load.work[rank], rank))
+    rest: list[tuple[_Run, ...]] = []
+    for top in sorted(tops, key=lambda top: (-works[top], top)):
+        node, own = tree.nodes[top], free[: _ranks_filled(works[top], target, free, load)]
+        if not own:
+            rest.append((_Run(top, node.start, node.stop),))
+            continue
+        free = free[len(own) :]
+        more = works[top] - sum(target - load.work[rank] for rank in own)
+        # Work of n tokens at either end: n (2 token_pairs + 2 depth + length + 1).
+        end = max(0, int(more / (2 * tree.token_pairs + 2 * tree.depths[top] + _length(node) + 1)))
+        start, stop = node.start + end, node.stop - end
+        load.place(top, zigzag(start, stop, own, own[0]))
+        if end:
+            rest.append((_Run(top, node.start, start), _Run(top, stop, node.stop)))
+    if len(free) == len(ranks):
+        return None
+    _lay_largest_first(tree, rest, load, free or list(ranks), target)
+    return load
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens of one node."""
+
+    node: int
+    start: int
+    stop: int
+
+
+def _ranks_filled(total: int, target: float, free: Sequence[int], load: _Load) -> int:
+    """How many of the ``free`` ranks, in their order, ``total`` fills up to ``target``."""
+    count = 0
+    for rank in free:
+        total -= int(target - load.work[rank])
+        if total < -target * BALANCE_TOLERANCE:
+            break
+        count += 1
+    return count
+
+
+def _lay_largest_first(
+    tree: Tree, parts: Iterable[tuple[_Run, ...]], load: _Load, ranks: Sequence[int], target: float
+) -> None:
+    """Parts whole where they fit, the rest wrapped around the room of all ranks."""
+
+    def work_of(part: tuple[_Run, ...]) -> int:
+        shifts = (tree.depths[run.node] - tree.nodes[run.node].start for run in part)
+        return sum(
+            tree.work(run.start + shift, run.stop - run.start)
+            for run, shift in zip(part, shifts, strict=True)
+        )
+
+    left: list[_Run] = []
+    for part in sorted(parts, key=lambda part: (-work_of(part), part)):
+        rank = load.lightest(ranks)
+        if load.work[rank] + work_of(part) <= target * (1 + BALANCE_TOLERANCE):
+            for run in part:
+                load.place(run.node, [Segment(rank, run.start, run.stop)])
+        else:
+            left += part
+    _wrap_around(tree, sorted(left), load, target)
+
+
 def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_resident: bool) -> frozenset[int]:
     """Nodes below the root that are long enough for a zigzag and exceed ``share`` of a rank's work."""
     if len(ranks) == 1:
         return frozenset()
-    works = [work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
+    works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
     limit = share * sum(works[1:] if root_is_resident else works) / len(ranks)
     return frozenset(
         index
@@ -351,7 +489,7 @@ def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_reside
 def _subtree_work(tree: Tree, without: frozenset[int]) -> list[int]:
     """Work of each node and its descendants, some left out."""
     works = [
-        0 if index in without else work(depth, _length(node))
+        0 if index in without else tree.work(depth, _length(node))
         for index, (node, depth) in enumerate(zip(tree.nodes, tree.depths, strict=True))
     ]
     sums = [0, *accumulate(works)]
@@ -384,32 +522,27 @@ def _place_around(
             left.append(top)
         for child in tree.children(top):
             heapq.heappush(heap, (-works[child], child))
-    _wrap_around(tree, sorted(left), load, target)
+    runs = [_Run(index, tree.nodes[index].start, tree.nodes[index].stop) for index in sorted(left)]
+    _wrap_around(tree, runs, load, target)
     return load
 
 
-def _wrap_around(tree: Tree, left: Sequence[int], load: _Load, target: float) -> None:
-    """Fill the ranks' room up to the mean, one after another, cutting nodes where a rank is full."""
+def _wrap_around(tree: Tree, runs: Iterable[_Run], load: _Load, target: float) -> None:
+    """Fill the ranks' room up to the mean, one after another, cutting runs where a rank is full."""
     rank = load.lightest()
-    for index in left:
-        node, start = tree.nodes[index], tree.nodes[index].start
-        while start < node.stop:
+    for index, start, end in runs:
+        node = tree.nodes[index]
+        while start < end:
             position = tree.depths[index] + start - node.start
-            if not _tokens_for(target - load.work[rank], position):
+            if not tree.tokens_for(target - load.work[rank], position):
                 rank = load.lightest()
             room = target - load.work[rank]
-            stop = min(node.stop, start + max(1, _tokens_for(room, position)))
-            is_crumb = 0 < node.stop - stop < ZIGZAG_FLOOR
-            if is_crumb and work(position, node.stop - start) <= room + target * BALANCE_TOLERANCE:
-                stop = node.stop
+            stop = min(end, start + max(1, tree.tokens_for(room, position)))
+            is_crumb = 0 < end - stop < ZIGZAG_FLOOR
+            if is_crumb and tree.work(position, end - start) <= room + target * BALANCE_TOLERANCE:
+                stop = end
             load.place(index, [Segment(rank, start, stop)])
             start = stop
-
-
-def _tokens_for(room: float, position: int) -> int:
-    """Most consecutive tokens from ``position`` on whose work fits in ``room``."""
-    per_token = TOKEN_PAIRS + position + 0.5
-    return max(0, int(-per_token + (per_token * per_token + 2 * max(0.0, room)) ** 0.5))
 
 
 DCP_BLOCK_TOKENS = 512
@@ -423,7 +556,7 @@ def place_blocks(tree: Tree, ranks: Sequence[int]) -> list[Segment]:
     for index, (node, depth) in enumerate(zip(tree.nodes, tree.depths, strict=True)):
         for start in range(node.start, node.stop, DCP_BLOCK_TOKENS):
             stop = min(node.stop, start + DCP_BLOCK_TOKENS)
-            blocks.append((-work(depth + start - node.start, stop - start), start, stop, index))
+            blocks.append((-tree.work(depth + start - node.start, stop - start), start, stop, index))
     for _, start, stop, index in sorted(blocks):
         load.place(index, [Segment(load.lightest(), start, stop)])
     return load.segments

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import chain
@@ -22,24 +22,28 @@ from typing import Literal
 import numpy as np
 
 from treecp_rl.errors import BatchError, ConfigError, PlanError
+from treecp_rl.plan import Decision, Weights
 from treecp_rl.planner.forms import (
     Bools,
     Candidate,
     CostTable,
     FeatureIndex,
     Floats,
+    Ints,
     RunOptions,
     candidates,
     cost_table,
     pass_fixed_seconds,
     product,
     token_pairs,
+    weights_of,
 )
 from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.planner.search import (
     DEFAULT_OPTIONS,
     EVEN_PART,
+    UNCUT_EXCESS,
     WRAPPED_CUT,
     TreeLengths,
     TreeSearch,
@@ -117,6 +121,8 @@ class BatchPlan:
     """Digest of the profile it was planned for."""
     passes: tuple[PlannedPass, ...]
     lower_bound_seconds: float
+    weights: Weights | None = None
+    """The profile's, for the placements of its trees."""
 
     @property
     def predicted_seconds(self) -> float:
@@ -131,6 +137,10 @@ class BatchPlan:
     def trees(self) -> tuple[PlannedTree, ...]:
         """In the order of the batch."""
         return tuple(sorted(chain.from_iterable(one.trees for one in self.passes), key=lambda one: one.tree))
+
+    def decision(self, planned: PlannedTree) -> Decision:
+        """What lowering needs to know of one of its trees."""
+        return replace(planned.candidate.decision, first_rank=planned.first_rank, weights=self.weights)
 
     @property
     def digest(self) -> str:
@@ -205,7 +215,8 @@ def plan_batch(
     if layouts:
         passes += min(layouts, key=lambda layout: layout.seconds(fixed)).passes(tasks, fixed)
     bound = sum(one.seconds for one in alone) + (tasks.lower_bound(fixed) if tasks.shared else 0.0)
-    return BatchPlan(policy, num_ranks, _digest(profile), tuple(passes), bound)
+    weights = weights_of(profile, options)
+    return BatchPlan(policy, num_ranks, _digest(profile), tuple(passes), bound, weights)
 
 
 @lru_cache(maxsize=16)
@@ -430,10 +441,28 @@ def _batch_zigzags(
     chosen[cut == 0] = 0
     in_lanes, rows = chosen > 0, np.arange(len(degrees))[:, None]
     per_lane = degrees // lanes[chosen]
-    whole = np.where(in_lanes, num_over[lane_floor_of[rows, chosen], trees] * (per_lane > 1), cut)
-    part = np.where(in_lanes, (per_lane - 1) / np.maximum(degrees - 1, 1), 1.0)
-    count = whole / lanes[chosen] + WRAPPED_CUT * (degrees - 1) * is_wrapped
-    return [long.astype(np.float64), sums[long, trees], count, sums[whole, trees] * part]
+    whole = num_over[lane_floor_of[rows, chosen], trees] * (per_lane > 1)
+    lane_tokens = sums[whole, trees] * ((per_lane - 1) / np.maximum(degrees - 1, 1))
+    count, tokens = _batch_parts(responses, works, work / degrees, cut, degrees)
+    in_lanes &= lane_tokens <= tokens
+    count = np.where(in_lanes, whole / lanes[chosen], count) + WRAPPED_CUT * (degrees - 1) * is_wrapped
+    return [long.astype(np.float64), sums[long, trees], count, np.where(in_lanes, lane_tokens, tokens)]
+
+
+def _batch_parts(
+    responses: Floats, works: Floats, share: Floats, num_cut: Ints, degrees: Ints
+) -> tuple[Floats, Floats]:
+    """[D, T] each, as ``search.cut_in_parts`` of a tree's first ``num_cut`` responses."""
+    count, tokens = np.zeros_like(share), np.zeros_like(share)
+    for number in range(int(num_cut.max())):
+        of_share = works[number] / share
+        ranks = np.floor(of_share)
+        has_ends = of_share > ranks + UNCUT_EXCESS
+        is_cut = number < num_cut
+        count += is_cut * (ranks + has_ends) / degrees
+        part = np.minimum(1.0, (ranks - 1 + has_ends * 4 / 3) / np.maximum(1, degrees - 1))
+        tokens += is_cut * responses[number] * part
+    return count, tokens
 
 
 @dataclass(slots=True)

@@ -312,13 +312,15 @@ def tree_features(workload: Workload, index: FeatureIndex) -> Floats:
 EVEN_PART = 0.03
 """Part of a tree's work by which lanes may differ when filled largest first and still be taken as even: the engine's
 own search finds evener ones (``place.placements``), which it then chooses over cutting responses."""
+UNCUT_EXCESS = 0.1
+"""Part of a share that a rank takes on rather than have a response cut. Measured, not derived."""
 WRAPPED_CUT = 0.1
 """Where whole responses are uneven and none is long, some are wrapped around the ranks: of the tiles that a long
 response's cut adds, so many for each rank. Measured, not derived."""
 
 
 def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[float]) -> list[float]:
-    """Long responses, and those that ``gather`` cuts: over all ranks, or over a lane's where lanes are even."""
+    """Long responses, and those that ``gather`` cuts: over ranks of their own, or over those of an even lane."""
     ordered, works = sorted(workload.tree.responses), sorted(workload.works)
     group, of_responses = len(works), sum(works)
     work = of_responses + workload.prompt_work
@@ -330,19 +332,35 @@ def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[f
     cut: list[float] = []
     cut_tokens: list[float] = []
     for d, num_long in zip(index.degrees, long, strict=True):
-        count: float = min(num_long, group - bisect_right(works, work / d))
-        tokens: float = sums[int(count)]
+        num_cut = min(num_long, group - bisect_right(works, work / d))
+        count, tokens = cut_in_parts(ordered[group - num_cut :], works[group - num_cut :], work / d, d)
         lanes = even[bisect_right(even, d) - 1] if even and even[0] <= d else 1
         if count and lanes > 1:
             per_lane = d // lanes
-            count = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
-            tokens = sums[int(count)] * (per_lane - 1) / (d - 1)
-            count /= lanes
+            in_lanes = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
+            lane_tokens = sums[in_lanes] * (per_lane - 1) / (d - 1)
+            if lane_tokens <= tokens:
+                count, tokens = in_lanes / lanes, lane_tokens
         elif not count and d * busiest.get(d, works[-1]) > limit:
             count = WRAPPED_CUT * (d - 1)
         cut.append(count)
         cut_tokens.append(tokens)
     return [*long, *[sums[n] for n in long], *cut, *cut_tokens]
+
+
+def cut_in_parts(responses: list[int], works: list[float], share: float, degree: int) -> tuple[float, float]:
+    """Responses that are cut over as many ranks of their own as they fill, a share of work each, and their ends on one
+    more: how many a rank holds a part of, and their tokens as if they were cut over all ranks.
+
+    A zigzag's ranks lack three quarters of what the others hold, and who holds the ends lacks all else.
+    """
+    count = tokens = 0.0
+    for response, work in zip(responses, works, strict=True):
+        ranks = int(work / share)
+        has_ends = work > (ranks + UNCUT_EXCESS) * share
+        count += (ranks + has_ends) / degree
+        tokens += response * min(1.0, (ranks - 1 + has_ends * 4 / 3) / max(1, degree - 1))
+    return count, tokens
 
 
 def fitting(

@@ -13,7 +13,15 @@ from typing import Literal
 
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision, Kind
-from treecp_rl.planner.forms import Candidate, RunOptions, Space, cost_table, powers_of_two, token_pairs
+from treecp_rl.planner.forms import (
+    Candidate,
+    RunOptions,
+    Space,
+    cost_table,
+    powers_of_two,
+    token_pairs,
+    weights_of,
+)
 from treecp_rl.planner.lower import lower
 from treecp_rl.planner.lower_plan import lower_plan, nodes_of
 from treecp_rl.planner.profile import ClusterProfile, Form
@@ -106,7 +114,9 @@ def _passes(tree: TreeLengths, plan: Plan, cluster: Cluster) -> list[Pass]:
         ]
     planned = PlannedTree(0, plan.candidate, 0, 0.0, plan.round_of)
     one = PlannedPass((planned,), 0.0)
-    ((_, passes),) = lower_plan(BatchPlan("auto", cluster.num_ranks, "", (one,), 0.0), [tree])
+    weights = weights_of(cluster.profile, cluster.options)
+    plan_of_one = BatchPlan("auto", cluster.num_ranks, "", (one,), 0.0, weights)
+    ((_, passes),) = lower_plan(plan_of_one, [tree])
     return passes
 
 
