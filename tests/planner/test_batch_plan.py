@@ -146,6 +146,16 @@ def test_a_tree_over_the_budget_gets_passes_of_its_own():
     require_valid(plan, trees, options)
 
 
+def test_a_tree_may_take_as_many_rounds_as_it_has_responses():
+    tree = TreeLengths(1000, (500,) * 23)
+    (planned,) = plan_batch([tree], 2, PROFILE, RunOptions(tokens_per_rank=760)).trees
+    assert planned.candidate.rounds == 23 and sorted(planned.round_of) == list(range(23))
+    with pytest.raises(
+        PlanError, match=r"tree 0 .* a row of 1500 tokens .* raise tokens_per_rank to 750 or more"
+    ):
+        plan_batch([TreeLengths(1000, (1, 500))], 2, PROFILE, RunOptions(tokens_per_rank=749))
+
+
 def test_equal_inputs_give_equal_plans_and_digests():
     trees = batch("mixed", 50)
     first, second = (plan_batch(list(trees), 32, replace(PROFILE), CAPPED) for _ in range(2))

@@ -28,7 +28,9 @@ def test_service_solves_once_and_tells_when(monkeypatch):
     assert books.fetch(known.key).digest == known.solve().digest
     (event,) = books.events()
     assert (event.key, event.submitted_at, event.num_trees) == (known.key, 1.0, 1)
-    assert event.solved_at <= event.first_fetched_at
+    lead = event.first_fetched_at - event.solved_at
+    assert service.lead_seconds(books.events(), {known.key}) == lead >= 0
+    assert service.lead_seconds(books.events(), {unknown.key}) is None
     monkeypatch.setattr(service, "MOST_PLANS", 2)
     books.submit([request_of(prompt) for prompt in (1, 2)], submitted_at=3.0)
     assert books.fetch(known.key) is None

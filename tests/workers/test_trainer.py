@@ -113,6 +113,7 @@ def test_a_run_whose_rank_dies_says_so_and_resumes_and_outlives_its_planner(tmp_
         assert step["treecp/measured_over_predicted"] > 0
     # Log-probs, reference and two mini-batches; the service died after the first two, and came back.
     assert found[0]["treecp/plans_fetched"] == 2 and found[0]["treecp/planner_fallbacks"] >= 1
+    assert found[1]["treecp/plan_lead_seconds"] > 0
     assert found[1]["treecp/plans_fetched"] == 4 and found[1]["treecp/planner_fallbacks"] == 0
 
 

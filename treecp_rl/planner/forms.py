@@ -71,7 +71,7 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 
 ROUNDS = (1, 2, 4, 8)
-"""Numbers of rounds that are tried; a tree of fewer responses takes fewer."""
+"""Numbers of rounds that are tried; a tree of fewer responses takes fewer. Where only a split fits, more are."""
 
 
 @lru_cache(maxsize=64)
@@ -85,6 +85,8 @@ def candidates(
     """
     found: list[Candidate] = []
     rounds = tuple(b for b in ROUNDS if b <= num_responses)
+    if space == "split":
+        rounds = tuple(sorted({*powers_of_two(num_responses), num_responses}))
     for degree in degrees:
         if space != "split":
             found.append(Candidate("flat", "ring", degree))

@@ -386,6 +386,13 @@ def no_fit(
     ranks = int(table.degree.max())
     if options.tokens_per_rank is not None and need <= have:
         tokens = float(np.where(possible, limits[count:], np.inf).min())
+        if tokens <= options.tokens_per_rank:
+            longest = tree.prompt + max(tree.responses)
+            return PlanError(
+                f"a tree with a row of {longest} tokens (prompt {tree.prompt}) has no rounds of at most "
+                f"{options.tokens_per_rank} tokens a rank on {ranks} ranks; raise tokens_per_rank to "
+                f"{-(-longest // ranks)} or more, or the ranks"
+            )
         return PlanError(
             f"a tree of {tree.num_tokens} tokens needs {tokens:.0f} tokens a rank on {ranks} ranks, the budget is "
             f"{options.tokens_per_rank}; raise tokens_per_rank or the ranks"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -78,6 +78,17 @@ class PlannerService:
     def events(self) -> tuple[PlanEvent, ...]:
         """Of all plans that are kept, oldest first."""
         return tuple(self._events.values())
+
+
+def lead_seconds(events: Sequence[PlanEvent], keys: Collection[str]) -> float | None:
+    """How long before its first use the latest of these plans was solved; below 0: a rank had to wait. None: none of
+    them was used."""
+    leads = [
+        event.first_fetched_at - event.solved_at
+        for event in events
+        if event.key in keys and event.first_fetched_at is not None
+    ]
+    return min(leads, default=None)
 
 
 def start_service() -> Any:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.utils import Role
@@ -26,7 +26,7 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from treecp_rl.errors import BatchError, ConfigError, RankLost, TreeCPError
-from treecp_rl.planner.service import start_service
+from treecp_rl.planner.service import FETCH_TIMEOUT_SECONDS, lead_seconds, start_service
 from treecp_rl.workers.convert import FACTORS_KEY
 from treecp_rl.workers.deal import Group, deal_groups
 from treecp_rl.workers.launch import (
@@ -144,6 +144,7 @@ class TreeCPTrainer(PPOTrainerSync):
         ]
         ranks = [rows[first : first + rows_per_rank] for first in range(0, len(rows), rows_per_rank)]
         requests = ahead.requests(ranks, self._num_mini_batches, self._refiner.factors)
+        self._plan_keys = {request.key for request in requests}
         # Nobody waits for it: a rank that finds no plan solves its own.
         self._planner_service.submit.remote(requests, time.time())
 
@@ -155,10 +156,22 @@ class TreeCPTrainer(PPOTrainerSync):
         if self._ahead is not None:
             batch.extra_info[FACTORS_KEY] = encode_factors(self._refiner.factors)
         batch = super()._update_actor(batch, metrics)
+        if self._ahead is not None:
+            self._add_plan_lead(metrics)
         publish(metrics)
         if self._ahead is not None:
             self._refiner.take(self._ahead.planning.profile, metrics, PREFIX)
         return batch
+
+    def _add_plan_lead(self, metrics: dict[str, Any]) -> None:
+        """How far ahead of the ranks this step's plans were; nothing where the service cannot say."""
+        try:
+            events = ray.get(self._planner_service.events.remote(), timeout=FETCH_TIMEOUT_SECONDS)
+        except (RayActorError, GetTimeoutError):
+            return
+        lead = lead_seconds(events, self._plan_keys)
+        if lead is not None:
+            metrics[f"{PREFIX}plan_lead_seconds"] = lead
 
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, Any], timing_raw: Any, global_steps: int, epoch: int
