@@ -4,7 +4,7 @@
 
 Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one
 domain); time is CPU time, maximum over ranks, least of the repeats, planning included. Kinds far from the fastest are
-not repeated.
+not repeated; ``auto`` then meets the fastest kind in fresh repeats, in turns, unless both run the same schedules.
 """
 
 import argparse
@@ -47,14 +47,16 @@ def record_of(point: BatchPoint, world_size: int, measured: list[Measured]) -> d
     seconds = {one.kind: one.cpu_seconds for one in measured}
     predicted = {one.kind: one.planned.predicted_seconds for one in measured}
     forced = [kind for kind in seconds if kind != "auto"]
-    fastest = min(forced, key=lambda kind: seconds[kind])
+    duel = {one.kind: one.duel_cpu_seconds for one in measured if one.duel_cpu_seconds is not None}
+    (fastest,) = [kind for kind in duel if kind != "auto"] or [min(forced, key=lambda kind: seconds[kind])]
     return {
         "world_size": world_size,
         "trees": [[tree.prompt, *tree.responses] for tree in point.trees],
         "cpu_seconds": seconds,
         "predicted_seconds": predicted,
         "fastest_forced": fastest,
-        "auto_over_fastest_forced": seconds["auto"] / seconds[fastest],
+        "duel_cpu_seconds": duel,
+        "auto_over_fastest_forced": duel["auto"] / duel[fastest] if duel else 1.0,
         "kendall_tau": kendall_tau([predicted[kind] for kind in forced], [seconds[kind] for kind in forced]),
     }
 
@@ -86,7 +88,10 @@ def main() -> None:
         "--most-tokens", type=int, default=768, help="of a prompt, and of a group's responses"
     )
     parser.add_argument("--repeats", type=int, default=1, help="of every kind")
-    parser.add_argument("--close-repeats", type=int, default=8, help="more, of auto and of the fastest kinds")
+    parser.add_argument("--close-repeats", type=int, default=2, help="more, of auto and of the fastest kinds")
+    parser.add_argument(
+        "--duel-repeats", type=int, default=8, help="fresh ones, of auto and the fastest kind"
+    )
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--output")
     arguments = parser.parse_args()
@@ -104,6 +109,8 @@ def main() -> None:
             threads=1,
             profile=profile,
             close_repeats=arguments.close_repeats,
+            challengers=("auto",),
+            duel_repeats=arguments.duel_repeats,
             counts_memory=False,
         )
         measured = run_world(job, WORLD_TIMEOUT_SECONDS)
@@ -113,7 +120,7 @@ def main() -> None:
         print(world_size, json.dumps(summary[f"world_{world_size}"]), flush=True)
         report = {
             "profile": profile.digest,
-            "repeats": [arguments.repeats, arguments.close_repeats],
+            "repeats": [arguments.repeats, arguments.close_repeats, arguments.duel_repeats],
             "machine": platform.machine(),
             "summary": summary,
             "batches": records,

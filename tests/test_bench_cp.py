@@ -111,7 +111,11 @@ def test_shapes_fill_their_budget(name):
 
 def measured(kind, cpu_seconds, bytes_moved, work=1.0):
     planned = PlannedStep(
-        bytes_expected=bytes_moved, work_imbalance=work, token_imbalance=1.0, predicted_seconds=1.0
+        bytes_expected=bytes_moved,
+        work_imbalance=work,
+        token_imbalance=1.0,
+        predicted_seconds=1.0,
+        digest=kind,
     )
     return Measured(kind, cpu_seconds, cpu_seconds, 0.0, bytes_moved, 1, 1, planned, None)
 
@@ -148,7 +152,7 @@ def result(loss=1.0, norm=2.0, moved=10):
 
 
 def test_kinds_that_disagree_are_not_compared():
-    planned = dict.fromkeys(("gather", "move_q"), PlannedStep(10, 1.0, 1.0, 1.0))
+    planned = dict.fromkeys(("gather", "move_q"), PlannedStep(10, 1.0, 1.0, 1.0, ""))
     _require_agreement({"gather": result(), "move_q": result(loss=1.00001)}, planned, "here")
     for wrong, message in (
         (result(loss=1.001), "the loss of move_q"),

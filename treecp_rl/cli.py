@@ -151,6 +151,13 @@ def _add_bench_cp(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="more rounds of the kinds within 15 % of the fastest, and of auto",
     )
+    parser.add_argument(
+        "--duel-repeats",
+        type=_not_negative,
+        default=0,
+        help="fresh rounds of our fastest kind and the fastest baseline, which then make the ratio",
+    )
+    parser.add_argument("--profile", metavar="FILE", help="what auto plans with (default: an estimate)")
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="SECONDS", help="for the ranks of one world size"
@@ -335,6 +342,8 @@ def _bench_cp(options: argparse.Namespace) -> int:
             scale=options.scale,
             repeats=options.repeats,
             close_repeats=options.close_repeats,
+            duel_repeats=options.duel_repeats,
+            profile=options.profile,
             threads=options.threads,
             timeout_seconds=options.timeout,
             trace_file=options.trace,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from treecp_rl.workers.planning import (
     MicroBatch,
     Refiner,
     RowLengths,
+    ahead_of,
     decode_factors,
     encode_factors,
     lengths_of_rows,
@@ -61,6 +63,41 @@ def test_requests_of_a_step_are_those_of_every_rank_and_mini_batch():
     assert [one.options.tokens_per_rank for one in found] == [100] * 4 + [28, 28, 32, 32]
     # Both ranks have the same lengths, and the reference pass those of log-probs.
     assert len({one.key for one in found}) == 1 + 2
+
+
+def compose_ours(*overrides):
+    with initialize_config_module("treecp_rl.configs", version_base=None):
+        overrides = ["platform=cpu", "actor_rollout_ref.actor.treecp.domain_size=2", *overrides]
+        return compose("treecp_ppo", overrides=list(overrides))
+
+
+BUDGETS = (
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=20",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=30",
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "ref"),
+    [((), None), (("use_kl_loss=True",), 30), (("use_kl_loss=True", "lora"), 20)],
+)
+def test_budgets_are_those_that_verl_hands_to_its_engines(more, ref):
+    spelled = {
+        "use_kl_loss=True": "actor_rollout_ref.actor.use_kl_loss=True",
+        "lora": "actor_rollout_ref.model.lora_rank=4",
+    }
+    ahead = ahead_of(compose_ours(*BUDGETS, *(spelled[one] for one in more)), lambda: CONFIG)
+    assert (ahead.update.max_tokens, ahead.log_prob.max_tokens) == (10, 20)
+    assert (ahead.ref and ahead.ref.max_tokens) == ref
+    assert ahead.planning.num_ranks == 2
+
+
+def test_trainer_asks_nothing_ahead_where_trees_depend_on_tokens_or_nothing_is_planned():
+    for more in ("share=prefix", "mode=gather", "domain_size=1"):
+        config = compose_ours(f"actor_rollout_ref.actor.treecp.{more}")
+        assert ahead_of(config, lambda: pytest.fail("no need to load the model's config")) is None
 
 
 def test_nothing_is_planned_where_there_is_nothing_to_choose():

@@ -23,6 +23,7 @@ from treecp_rl.bench.shapes import GROUP_ROWS, RESPONSE_CV, SHAPES, Point, point
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.place import TOKEN_LIMIT, WORK_LIMIT
+from treecp_rl.planner.profile import load_profile
 
 SPEED_TOLERANCE = 1.05
 """Most CPU time of our best kind over the best baseline's: what repeats of one plan differ by."""
@@ -41,10 +42,14 @@ class BenchOptions:
     repeats: int = 3
     close_repeats: int = 0
     """More, of the kinds that may be the fastest."""
+    duel_repeats: int = 0
+    """Fresh ones, of our fastest kind and the fastest baseline; their CPU times then make the ratio."""
     threads: int = 1
     timeout_seconds: float = 3600.0
     """Of the ranks of one world size, all points together."""
     trace_file: str | None = None
+    profile: str | None = None
+    """What ``auto`` plans with; None: an estimate of a core."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -89,11 +94,11 @@ class Case:
         )
         if not ours or not baselines:
             return found
-        best, rival = (min(side, key=lambda one: one.cpu_seconds) for side in (ours, baselines))
+        best, rival, ratio = _compared(ours, baselines)
         found |= {
             "best_ours": best.kind,
             "best_baseline": rival.kind,
-            "cpu_ratio": best.cpu_seconds / rival.cpu_seconds,
+            "cpu_ratio": ratio,
             "wall_ratio": min(one.seconds for one in ours) / min(one.seconds for one in baselines),
             "kinds_with_fewest_bytes": _kinds_with_fewest_bytes(ours, baselines),
             "baseline_with_fewest_bytes": min(baselines, key=lambda one: one.bytes_moved).kind,
@@ -105,6 +110,23 @@ class Case:
         found["fewest_bytes"] = bool(found["kinds_with_fewest_bytes"])
         found["fewest_bytes_of_even"] = bool(found["kinds_with_fewest_bytes_of_even"])
         return found
+
+
+def _compared(ours: Sequence[Measured], baselines: Sequence[Measured]) -> tuple[Measured, Measured, float]:
+    """The fastest of either side, and the ratio of their CPU times: in their duel, if they had one. Kinds that run the
+    same schedules are equally fast."""
+    best, rival = (
+        next(
+            (one for one in side if one.duel_cpu_seconds is not None),
+            min(side, key=lambda one: one.cpu_seconds),
+        )
+        for side in (ours, baselines)
+    )
+    if best.duel_cpu_seconds is not None and rival.duel_cpu_seconds is not None:
+        return best, rival, best.duel_cpu_seconds / rival.duel_cpu_seconds
+    if best.planned.digest == rival.planned.digest:
+        return best, rival, 1.0
+    return best, rival, best.cpu_seconds / rival.cpu_seconds
 
 
 def _is_even(one: Measured) -> bool:
@@ -148,6 +170,7 @@ class BenchReport:
             "scale": self.options.scale,
             "repeats": self.options.repeats,
             "close_repeats": self.options.close_repeats,
+            "duel_repeats": self.options.duel_repeats,
             "threads": self.options.threads,
             "machine": {
                 "processor": platform.machine(),
@@ -214,6 +237,7 @@ def _case_json(case: Case, one: Measured) -> dict[str, Any]:
         "ours": one.kind in OUR_KINDS,
         "seconds": one.seconds,
         "cpu_seconds": one.cpu_seconds,
+        "duel_cpu_seconds": one.duel_cpu_seconds,
         "blocked_seconds": one.blocked_seconds,
         "bytes_moved": one.bytes_moved,
         "bytes_expected": one.planned.bytes_expected,
@@ -257,6 +281,9 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
             kinds=options.kinds,
             repeats=options.repeats,
             close_repeats=options.close_repeats,
+            profile=None if options.profile is None else load_profile(options.profile),
+            challengers=OUR_KINDS,
+            duel_repeats=options.duel_repeats,
             threads=options.threads,
             traced_point=len(options.budgets) - 1 if number == 0 else None,
             trace_file=options.trace_file,

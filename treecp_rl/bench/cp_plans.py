@@ -46,6 +46,8 @@ class PlannedStep:
     """Most tokens that a rank computes in all forwards, over the mean."""
     predicted_seconds: float
     """By the profile, from the schedules."""
+    digest: str
+    """Of the schedules: kinds that share it are one plan."""
 
 
 RUN_OPTIONS = RunOptions(checkpointing=False)
@@ -68,6 +70,7 @@ def planned_step(rows: Sequence[Row], kind: Mode, profile: ClusterProfile, world
         work_imbalance=sum(map(max, works)) * world_size / sum(map(sum, works)),
         token_imbalance=max(tokens) * world_size / sum(tokens),
         predicted_seconds=predict(passes, profile, RUN_OPTIONS).seconds,
+        digest=" ".join(schedule.digest for schedule in schedules),
     )
 
 

@@ -65,6 +65,10 @@ class Job:
     """What ``auto`` plans with, and what predictions are of; None: an estimate of a core."""
     close_repeats: int = 0
     """More repeats of ``auto`` and of the kinds that are within ``CLOSE`` of the fastest."""
+    challengers: tuple[Mode, ...] = ()
+    """Kinds whose fastest meets the fastest of the others in ``duel_repeats`` fresh repeats, in turns: the least of
+    many noisy numbers is too low, so that who is ahead by it has to show it again."""
+    duel_repeats: int = 0
     counts_memory: bool = True
     """Whether the first step of every kind counts memory, which takes as long as some more steps."""
     traced_point: int | None = None
@@ -90,6 +94,8 @@ class Measured:
     planned: PlannedStep
     overlap: Overlap | None
     """Of rank 0, where the point was traced."""
+    duel_cpu_seconds: float | None = None
+    """Least CPU time in the duel, of the two kinds that had one."""
 
 
 def run_world(job: Job, timeout_seconds: float) -> list[list[Measured]]:
@@ -196,6 +202,11 @@ def _measure_point(
         for kind in _rotated(close, number):
             rounds[kind].append(runner.step(point, kind))
 
+    duel = {kind: list[StepResult]() for kind in _duellists(job, planned, rounds)}
+    for number in range(job.duel_repeats):
+        for kind in _rotated(list(duel), number):
+            duel[kind].append(runner.step(point, kind))
+
     def median(clock: str, kind: Mode) -> float:
         return statistics.median(getattr(one, clock) for one in rounds[kind])
 
@@ -209,6 +220,7 @@ def _measure_point(
             peak_bytes=first[kind].peak_bytes,
             tokens_computed=first[kind].tokens_computed,
             planned=planned[kind],
+            duel_cpu_seconds=least_cpu_seconds(duel[kind]) if duel.get(kind) else None,
             overlap=runner.trace(point, kind, job.repeats, job.trace_file if not index else None)
             if is_traced
             else None,
@@ -217,9 +229,21 @@ def _measure_point(
     ]
 
 
+def _duellists(
+    job: Job, planned: dict[Mode, PlannedStep], rounds: dict[Mode, list[StepResult]]
+) -> list[Mode]:
+    """The fastest challenger and the fastest other kind so far; none where they are one plan."""
+    least = {kind: least_cpu_seconds(results) for kind, results in rounds.items() if results}
+    sides = [[kind for kind in least if (kind in job.challengers) is side] for side in (True, False)]
+    if not all(sides) or not job.duel_repeats:
+        return []
+    found = [min(side, key=lambda kind: least[kind]) for side in sides]
+    return found if len({planned[kind].digest for kind in found}) > 1 else []
+
+
 def _rotated(kinds: Sequence[Mode], by: int) -> list[Mode]:
     """Another kind first in every round: what a step leaves in caches and allocators falls to each in turn."""
-    start = by % len(kinds)
+    start = by % max(1, len(kinds))
     return [*kinds[start:], *kinds[:start]]
 
 

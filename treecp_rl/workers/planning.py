@@ -177,12 +177,12 @@ def ahead_of(config: Any, load_hf_config: Callable[[], Any]) -> Ahead | None:
         checkpointing=bool(config.actor_rollout_ref.model.enable_gradient_checkpointing),
     )
     assert planning is not None
-    ref = config.actor_rollout_ref.ref
+    log_prob = _log_prob_budget(rollout, actor.use_dynamic_bsz)
     return Ahead(
         planning,
         options,
-        log_prob=_log_prob_budget(rollout, actor.use_dynamic_bsz),
-        ref=_log_prob_budget(ref, ref.log_prob_use_dynamic_bsz) if _uses_reference(config) else None,
+        log_prob=log_prob,
+        ref=_reference_budget(config, log_prob) if _uses_reference(config) else None,
         update=MicroBatch(
             actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         ),
@@ -193,6 +193,15 @@ def _log_prob_budget(node: Any, use_dynamic_bsz: bool) -> MicroBatch:
     return MicroBatch(
         bool(use_dynamic_bsz), node.log_prob_max_token_len_per_gpu, node.log_prob_micro_batch_size_per_gpu
     )
+
+
+def _reference_budget(config: Any, of_actor: MicroBatch) -> MicroBatch:
+    """The reference model's own, or the actor's where a LoRA actor without its adapter is the reference."""
+    model, ref = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
+    lora_rank = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
+    if lora_rank > 0 or model.get("lora_adapter_path") is not None:
+        return of_actor
+    return _log_prob_budget(ref, ref.log_prob_use_dynamic_bsz)
 
 
 def _uses_reference(config: Any) -> bool:
