@@ -57,8 +57,18 @@ def record_of(point: BatchPoint, world_size: int, measured: list[Measured]) -> d
         "fastest_forced": fastest,
         "duel_cpu_seconds": duel,
         "auto_over_fastest_forced": duel["auto"] / duel[fastest] if duel else 1.0,
-        "kendall_tau": kendall_tau([predicted[kind] for kind in forced], [seconds[kind] for kind in forced]),
+        "kendall_tau": _tau([one for one in measured if one.kind != "auto"]),
     }
+
+
+def _tau(measured: list[Measured]) -> float:
+    """Of plans; kinds that run the same schedules are one plan, as fast as the fastest of them was."""
+    plans: dict[str, tuple[float, float]] = {}
+    for one in measured:
+        _, least = plans.get(one.planned.digest, (0.0, math.inf))
+        plans[one.planned.digest] = (one.planned.predicted_seconds, min(least, one.cpu_seconds))
+    predicted, seconds = zip(*plans.values(), strict=True)
+    return kendall_tau(predicted, seconds)
 
 
 def summary_of(records: list[dict[str, Any]]) -> dict[str, Any]:
