@@ -221,7 +221,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-layers", type=_positive, metavar="N", help="measure only the first N layers")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
-    parser.add_argument("--num-trees", type=_positive, default=24, help="random trees; a third is held out")
+    parser.add_argument("--num-trees", type=_positive, default=36, help="random trees; a third is held out")
     parser.add_argument(
         "--most-tokens", type=_positive, default=1024, help="of a prompt, and of its responses"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import statistics
 import sys
@@ -138,6 +139,7 @@ def _wait(ranks: Any, timeout_seconds: float) -> None:
 
 def _main(rank: int, job: Job, folder: str) -> None:
     torch.set_num_threads(job.threads)
+    _stay_on_a_core(rank)
     join_world(rank, job.world_size, f"{folder}/rendezvous")
     outcome: list[list[Measured]] | BenchError
     try:
@@ -148,6 +150,13 @@ def _main(rank: int, job: Job, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "outcome.pkl").write_bytes(pickle.dumps(outcome))
     dist.destroy_process_group()
+
+
+def _stay_on_a_core(rank: int) -> None:
+    """A rank that wanders between cores leaves its caches behind, which is in nobody's plan."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _measure(job: Job, domain: Domain) -> list[list[Measured]]:

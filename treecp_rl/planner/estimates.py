@@ -110,7 +110,7 @@ HARDWARE = {
         ("NVIDIA H200 SXM data sheet: 989 TFLOP/s bf16 dense, 141 GB, NVLink 900 GB/s both ways", *_KERNELS),
     ),
     "cpu": Hardware(
-        100e9, 0.5, 0, 0.25, 0.25, Link(200e-6, 1 / 1e9), Link(200e-6, 1 / 1e9), 16e9,
+        100e9, 0.5, 0, 0.7, 0.9, Link(200e-6, 1 / 1e9), Link(200e-6, 1 / 1e9), 16e9,
         (60e-6, 120e-6), (1e-3, 2e-3), 200e-6, 0.0, 8,
         ("one core of an x86 server in float32, gloo within a machine: orders of magnitude of calibrations with the "
          "small model of bench cp",),
