@@ -23,11 +23,13 @@ def test_service_solves_once_and_tells_when(monkeypatch):
     books = service.PlannerService()
     known, unknown = request_of(100), request_of(101)
     books.submit([known, known], submitted_at=1.0)
+    assert books.fetch(known.key) is not None
     books.submit([known], submitted_at=2.0)
+    assert books.events()[0].first_fetched_at is None
     assert books.fetch(unknown.key) is None
     assert books.fetch(known.key).digest == known.solve().digest
     (event,) = books.events()
-    assert (event.key, event.submitted_at, event.num_trees) == (known.key, 1.0, 1)
+    assert (event.key, event.submitted_at, event.num_trees) == (known.key, 2.0, 1)
     lead = event.first_fetched_at - event.solved_at
     assert service.lead_seconds(books.events(), {known.key}) == lead >= 0
     assert service.lead_seconds(books.events(), {unknown.key}) is None

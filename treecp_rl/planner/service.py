@@ -31,7 +31,7 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 
 @dataclass(frozen=True)
 class PlanEvent:
-    """When a plan was asked for and used, seconds since the epoch."""
+    """When a plan was last asked for, known, and used since, seconds since the epoch."""
 
     key: str
     num_trees: int
@@ -52,19 +52,12 @@ class PlannerService:
         """Solve requests whose plans are not known yet."""
         for request in requests:
             key = request.key
-            if key in self._plans:
-                continue
-            plan: BatchPlan | PlanError
-            try:
-                plan = request.solve()
-            except PlanError as error:
-                # The rank that needs the plan reports it, where the step is.
-                plan = error
-            self._plans[key] = plan
+            if key not in self._plans:
+                self._plans[key] = _solved(request)
             self._events[key] = PlanEvent(key, len(request.trees), submitted_at, time.time(), None)
             while len(self._plans) > MOST_PLANS:
-                self._plans.popitem(last=False)
-                self._events.popitem(last=False)
+                dropped, _ = self._plans.popitem(last=False)
+                del self._events[dropped]
 
     def fetch(self, key: str) -> BatchPlan | PlanError | None:
         """The plan of a request, the error that it ended with, or None if nobody submitted it."""
@@ -78,6 +71,14 @@ class PlannerService:
     def events(self) -> tuple[PlanEvent, ...]:
         """Of all plans that are kept, oldest first."""
         return tuple(self._events.values())
+
+
+def _solved(request: PlanRequest) -> BatchPlan | PlanError:
+    """An error is kept like a plan: the rank that needs the plan reports it, where the step is."""
+    try:
+        return request.solve()
+    except PlanError as error:
+        return error
 
 
 def lead_seconds(events: Sequence[PlanEvent], keys: Collection[str]) -> float | None:
