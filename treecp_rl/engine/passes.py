@@ -16,7 +16,7 @@ import torch.distributed as dist
 from treecp_rl.attention.huggingface import PROGRAM_KEY
 from treecp_rl.collectives import max_over_ranks, require_equal_digest, share_scores, sum_over_ranks
 from treecp_rl.engine.head import scoring_head
-from treecp_rl.engine.planning import Planner, apply_plan, lengths_of
+from treecp_rl.engine.planning import Pass, Planner, apply_plan, lengths_of
 from treecp_rl.engine.shares import (
     Domain,
     PassOptions,
@@ -31,7 +31,6 @@ from treecp_rl.engine.shares import (
 )
 from treecp_rl.errors import PlanError
 from treecp_rl.lost_ranks import naming_lost_ranks
-from treecp_rl.plan import Decision
 from treecp_rl.planner.batch import Mode, is_fused, is_split, pack_into_passes
 from treecp_rl.planner.schedule_batch import BatchPlan
 from treecp_rl.tree import PackedTrees, ReplayTree, Row, Share, dummy_pack, fold, pack, split_tree
@@ -46,17 +45,6 @@ __all__ = [
     "plan_passes",
     "run_passes",
 ]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Trees that run together: fused, or one tree split into a prefill and rounds of replay."""
-
-    trees: tuple[ReplayTree, ...]
-    rounds: tuple[ReplayTree, ...] = ()
-    """Split: the tree cut by rows, every piece with the prompt; empty for a fused pass."""
-    decisions: tuple[Decision, ...] = ()
-    """The planner's, of each tree; empty: by the mode."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +158,7 @@ def plan_passes(
 
 def _planned(trees: Sequence[ReplayTree], rows: Sequence[Row], share: Share, planner: Planner) -> PassPlan:
     chosen = planner([lengths_of(tree) for tree in trees])
-    passes = (Pass(one.trees, one.rounds, one.decisions) for one in apply_plan(chosen, trees, rows, share))
+    passes = apply_plan(chosen, trees, rows, share)
     return PassPlan(
         passes=tuple(sorted(passes, key=lambda one: -len(one.rounds))),
         num_groups=len(trees),

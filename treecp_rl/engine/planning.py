@@ -16,14 +16,14 @@ Planner = Callable[[Sequence[TreeLengths]], BatchPlan]
 
 
 @dataclass(frozen=True)
-class PlannedTrees:
-    """One pass as the planner chose it."""
+class Pass:
+    """Trees that run together: fused, or one tree split into a prefill and rounds of replay."""
 
     trees: tuple[ReplayTree, ...]
-    decisions: tuple[Decision, ...]
-    """Of each tree."""
     rounds: tuple[ReplayTree, ...] = ()
-    """Of a tree that runs as a prefill and rounds of replay."""
+    """Split: the tree cut by rows, every piece with the prompt; empty for a fused pass."""
+    decisions: tuple[Decision, ...] = ()
+    """The planner's, of each tree; empty: by the mode."""
 
 
 def planner_of(profile: ClusterProfile, num_ranks: int, options: RunOptions) -> Planner:
@@ -52,7 +52,7 @@ def lengths_of(tree: ReplayTree) -> TreeLengths:
 
 def apply_plan(
     plan: BatchPlan, trees: Sequence[ReplayTree], rows: Sequence[Row], share: Share
-) -> tuple[PlannedTrees, ...]:
+) -> tuple[Pass, ...]:
     """The plan's passes over these trees, in its order.
 
     Raises:
@@ -65,11 +65,8 @@ def apply_plan(
     for one in plan.passes:
         chosen = tuple(trees[planned.tree] for planned in one.trees)
         decisions = tuple(_decision(plan, planned, trees[planned.tree]) for planned in one.trees)
-        if one.is_shared:
-            passes.append(PlannedTrees(chosen, decisions))
-        else:
-            rounds = _rounds(one.trees[0], chosen[0], rows, share)
-            passes.append(PlannedTrees(chosen, decisions, rounds))
+        rounds = () if one.is_shared else _rounds(one.trees[0], chosen[0], rows, share)
+        passes.append(Pass(chosen, rounds, decisions))
     return tuple(passes)
 
 
