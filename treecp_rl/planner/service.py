@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -63,9 +63,7 @@ class PlannerService:
         """The plan of a request, the error that it ended with, or None if nobody submitted it."""
         event = self._events.get(key)
         if event is not None and event.first_fetched_at is None:
-            self._events[key] = PlanEvent(
-                key, event.num_trees, event.submitted_at, event.solved_at, time.time()
-            )
+            self._events[key] = replace(event, first_fetched_at=time.time())
         return self._plans.get(key)
 
     def events(self) -> tuple[PlanEvent, ...]:
