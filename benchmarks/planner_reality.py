@@ -3,8 +3,9 @@
     python benchmarks/planner_reality.py --profile PROFILE.json --output planner_reality.json
 
 Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one
-domain); time is CPU time, maximum over ranks, least of the repeats, planning included. Kinds far from the fastest are
-not repeated; ``auto`` then meets the fastest kind in fresh repeats, in turns, unless both run the same schedules.
+domain); time is CPU time, of each rank the least of the repeats, maximum over ranks. Lowering is in it; plans of
+``auto`` are ready, as in a run, where the planner's actor solves them ahead. Kinds far from the fastest are not
+repeated; ``auto`` then meets the fastest kind in fresh repeats, in turns, unless both run the same schedules.
 """
 
 import argparse

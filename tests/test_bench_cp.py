@@ -5,13 +5,25 @@ stays within the memory of rows that run one by one.
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from treecp_rl.bench.cp import BenchOptions, BenchReport, Case, file_text
 from treecp_rl.bench.cp_plans import KINDS, OUR_KINDS, PlannedStep
-from treecp_rl.bench.cp_ranks import Job, Measured, StepResult, _require_agreement, run_world
+from treecp_rl.bench.cp_ranks import (
+    Job,
+    Measured,
+    StepResult,
+    _close_kinds,
+    _duellists,
+    _PointRuns,
+    _require_agreement,
+    least_cpu_seconds,
+    run_world,
+    small_model_estimate,
+)
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.overlap import overlap_of
 from treecp_rl.bench.shapes import SHAPES, point
@@ -20,6 +32,7 @@ from treecp_rl.cli import main
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import PassOptions, plan_passes, run_passes
 from treecp_rl.errors import ConfigError
+from treecp_rl.planner.profile import save_profile
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.ranks import RankFailure
@@ -44,6 +57,8 @@ FIELDS = {
 def test_every_kind_runs_on_a_small_point(tmp_path):
     trace = tmp_path / "trace.json"
     asked = ["--world-sizes", "2", "--budgets", "1024", "--scale", "1", "--shapes", "lmsys", "--repeats", "1"]
+    asked += ["--close-repeats", "1", "--duel-repeats", "1", "--profile", str(tmp_path / "profile.json")]
+    save_profile(replace(small_model_estimate(), gradient_sync_s=1000.0), tmp_path / "profile.json")
     command = [sys.executable, "-W", "ignore", "-m", "treecp_rl.cli", "bench", "cp", "--json", *asked]
     finished = subprocess.run(
         [*command, "--trace", str(trace)], capture_output=True, text=True, timeout=280, check=False
@@ -62,6 +77,8 @@ def test_every_kind_runs_on_a_small_point(tmp_path):
         assert case["ours"] == (case["kind"] in OUR_KINDS)
         assert case["bytes_moved"] == case["bytes_expected"] > 0
         assert case["peak_bytes"] > 0 and case["cpu_seconds"] > 0
+        assert case["predicted_seconds"] > 1000, "by the profile that was named"
+    assert sum(case["duel_cpu_seconds"] is not None for case in report["cases"]) in (0, 2)
     tokens = {case["kind"]: case["tokens_computed"] for case in report["cases"]}
     assert tokens["flat_ring"] == tokens["gather"] + 7 * 31
     (held,) = report["points"]
@@ -134,6 +151,16 @@ def test_the_file_says_what_the_report_says():
     assert json.loads(file_text(report)) == report.as_json()
 
 
+def test_a_duel_decides_where_there_was_one():
+    first, second = measured("gather", 1.0, 10), measured("heads", 2.0, 10)
+    rival, other = measured("move_q", 1.0, 10), measured("dcp_fused", 0.9, 10)
+    assert report_of(first, second, rival, other).cases[0].summary()["cpu_ratio"] == pytest.approx(1 / 0.9)
+    met = [replace(second, duel_cpu_seconds=0.6), replace(rival, duel_cpu_seconds=0.5)]
+    found = report_of(first, *met, other).cases[0].summary()
+    assert (found["best_ours"], found["best_baseline"]) == ("heads", "move_q")
+    assert found["cpu_ratio"] == pytest.approx(1.2)
+
+
 def test_the_summary_says_what_does_not_hold():
     rivals = [measured("move_q", 1.0, 50), measured("dcp_fused", 3.0, 10, work=1.5)]
     held = summary_of(measured("gather", 1.04, 20), measured("heads", 2.0, 60), *rivals)
@@ -148,7 +175,43 @@ def test_the_summary_says_what_does_not_hold():
 
 
 def result(loss=1.0, norm=2.0, moved=10):
-    return StepResult(1.0, 1.0, 0.0, moved, 1, loss, norm, 1)
+    return StepResult(1.0, (1.0,), 0.0, moved, 1, loss, norm, 1)
+
+
+def timed(*rank_cpu_seconds):
+    return StepResult(9.0, rank_cpu_seconds, 0.0, 10, 1, 1.0, 2.0, 1)
+
+
+def point_of(**rounds):
+    """A point whose kinds took so long; the first letter of a kind's digest is given before its results."""
+    planned = {kind: PlannedStep(10, 1.0, 1.0, 1.0, digest) for kind, (digest, _) in rounds.items()}
+    results = {kind: found for kind, (_, found) in rounds.items()}
+    return _PointRuns(point("lmsys", 1024), planned, {}, results, {kind: [] for kind in rounds})
+
+
+def test_each_rank_has_its_own_least_and_one_plan_has_the_repeats_of_all_its_kinds():
+    assert least_cpu_seconds([timed(1.0, 5.0), timed(4.0, 2.0)]) == 2.0
+    runs = point_of(
+        auto=("a", [timed(3.0, 1.0)]), gather=("a", [timed(1.0, 2.0)]), move_q=("b", [timed(4.0, 4.0)])
+    )
+    assert [runs.least_cpu_seconds(kind) for kind in ("auto", "gather", "move_q")] == [1.0, 1.0, 4.0]
+    assert _close_kinds(runs) == ["auto", "gather"]
+
+
+def test_who_duels_whom():
+    def duellists(duel_repeats=3, **rounds):
+        runs = point_of(**rounds)
+        job = Job(2, (), tuple(rounds), 1, 1, challengers=("auto", "gather"), duel_repeats=duel_repeats)
+        return _duellists(job, runs)
+
+    auto, gather = ("a", [timed(3.0)]), ("b", [timed(2.0)])
+    assert duellists(auto=auto, gather=gather, ring=("c", [timed(1.0)]), move_q=("d", [timed(4.0)])) == [
+        "gather",
+        "ring",
+    ]
+    assert not duellists(auto=auto, gather=gather, ring=("a", [timed(1.0)])), "auto runs the ring's schedules"
+    assert not duellists(auto=auto, gather=gather), "nobody to meet"
+    assert not duellists(duel_repeats=0, auto=auto, ring=gather)
 
 
 def test_kinds_that_disagree_are_not_compared():
@@ -213,10 +276,14 @@ def test_a_split_tree_runs_where_its_fused_form_exceeds_the_budget():
     assert (split.num_groups_cut, fused.num_groups_cut) == (0, 1), "fused must compute the prompt again"
 
 
-def test_split_holds_no_more_than_rows_one_by_one():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_split_holds_no_more_than_rows_one_by_one(checkpointing):
     """Gradients of parameters are there before, so that the peak is activations, K/V leaves and their gradients."""
     model = random_model(tiny_config(256), torch.float32, drawn_in=torch.float32)
     prepare_model(model)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
 
     def step(share, mode):
         def loss(scores):

@@ -44,7 +44,14 @@ def test_plan_explains_compares_and_draws(lengths, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "policy", [["nsp"], ["disjoint"], ["static", "--degree", "2"], ["auto", "--effort", "thorough"]]
+    "policy",
+    [
+        ["nsp"],
+        ["disjoint"],
+        ["static", "--degree", "2"],
+        ["auto", "--effort", "thorough"],
+        ["auto", "--effort", "fast"],
+    ],
 )
 def test_plan_by_every_policy(lengths, policy, capsys):
     assert main(["plan", "--lengths", lengths, "--ranks", "4", "--policy", *policy]) == 0
@@ -58,6 +65,7 @@ def test_plan_by_every_policy(lengths, policy, capsys):
         (["--ranks", "4", "--policy", "static"], 2, "needs one"),
         (["--ranks", "4", "--degree", "2"], 2, "belongs to policy static"),
         (["--ranks", "4", "--model", "GPT-2"], 2, "models: Qwen2.5-1.5B"),
+        (["--ranks", "4", "--policy", "nsp", "--effort", "thorough"], 2, "belongs to policy auto"),
         (["--ranks", "2", "--tokens-per-rank", "100"], 1, "raise tokens_per_rank"),
     ],
 )

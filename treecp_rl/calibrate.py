@@ -67,7 +67,7 @@ RANK_KINDS: tuple[Mode, ...] = (
     "split_move_q",
 )
 """Kinds whose steps on two ranks say what passes, stages and bytes cost."""
-RANK_POINTS = 6
+RANK_POINTS = 10
 TERMS = ("pass", "token", "pair", "tile", "scored token")
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 MEMORY_PART = 0.5
@@ -158,8 +158,8 @@ def _is_small_model(options: CalibrateOptions) -> bool:
 
 
 def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
-    """What FSDP2 adds to a pass, and moves to a layer: plans of several kinds on two ranks, against what the profile
-    says of them without. What two ranks on one machine take more of everything is in the first term."""
+    """What FSDP2 adds to a pass and a step, and moves to a layer: plans of several kinds on two ranks, against what
+    the profile says of them without. What two ranks on one machine take more of everything is in the first term."""
     points = tuple(_random_group(number, options.most_tokens) for number in range(RANK_POINTS))
     repeats = max(3, options.repeats)
     job = Job(2, points, RANK_KINDS, repeats, options.threads, profile, counts_memory=False)
@@ -168,6 +168,7 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterPr
     one_each = (
         replace(bare, layer_forward_s=bare.layer_forward_s + 1.0),
         replace(bare, stage_s=1.0),
+        replace(bare, gradient_sync_s=1.0),
         replace(bare, node_link=Link(0.0, 1.0)),
     )
     features, seconds = [], []
@@ -178,13 +179,14 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterPr
             more = [planned_step(rows, kind, one, 2).predicted_seconds - known for one in one_each]
             features.append([known, *more])
             seconds.append(measured.cpu_seconds)
-    scale, of_layer, of_stage, of_byte = fit_terms(np.array(features), np.array(seconds)).tolist()
+    scale, of_layer, of_stage, of_sync, of_byte = fit_terms(np.array(features), np.array(seconds)).tolist()
     # Where bytes are lost in noise they cost what a link alone takes: nothing is free.
     link = Link(0.0, of_byte or profile.node_link.per_byte_s)
     return replace(
         _scaled(bare, scale),
         layer_forward_s=scale * bare.layer_forward_s + of_layer,
         stage_s=of_stage,
+        gradient_sync_s=of_sync,
         node_link=link,
         cluster_link=link,
     )
@@ -262,16 +264,19 @@ def _timed(
     options: CalibrateOptions,
     progress: Callable[[str], None],
 ) -> tuple[Floats, Floats]:
-    """[T] seconds of forward, and of forward and backward: the least, as others on a machine only add to it."""
-    seconds = np.zeros((2, len(trees)))
-    vocabulary = model.config.vocab_size
-    _step(model, _rows(trees[0], vocabulary), needs_gradients=True)
-    for number, tree in enumerate(trees):
-        rows = _rows(tree, vocabulary)
-        for needs_gradients in (False, True):
-            runs = [_step(model, rows, needs_gradients) for _ in range(options.repeats)]
-            seconds[int(needs_gradients), number] = min(runs)
-        progress(f"tree {number + 1} of {len(trees)}: {seconds[1, number]:.3f} s")
+    """[T] seconds of forward, and of forward and backward: the least, as others on a machine only add to it.
+
+    Round after round over all trees: what slows the machine down for a while then meets each of them at most once.
+    """
+    seconds = np.full((2, len(trees)), np.inf)
+    rows_of = [_rows(tree, model.config.vocab_size) for tree in trees]
+    _step(model, rows_of[0], needs_gradients=True)
+    for number in range(options.repeats):
+        for tree, rows in enumerate(rows_of):
+            for needs_gradients in (False, True):
+                run = _step(model, rows, needs_gradients)
+                seconds[int(needs_gradients), tree] = min(run, seconds[int(needs_gradients), tree])
+        progress(f"round {number + 1} of {options.repeats}: {seconds[1].sum():.2f} s")
     return seconds[0], seconds[1]
 
 
@@ -340,7 +345,8 @@ def _profile(
             f"treecp-rl calibrate: {options.num_trees} trees, {options.dtype}, {options.threads} threads, torch "
             f"{torch.__version__}, {platform.machine()} {_device().type}",
             "link: two processes of one node; nothing was measured between nodes, the same is written for it",
-            "of the small model, passes (FSDP2), stages and bytes from plans on two ranks; overlap 0: not measured",
+            "of the small model, passes and gradients (FSDP2), stages and bytes from plans on two ranks",
+            "overlap 0: not measured",
             "activation bytes: computed from the model's dimensions",
         ),
         model=f"{config.model_type}, {layers} layers, hidden {hidden}",
@@ -357,6 +363,7 @@ def _profile(
         layer_forward_s=forward[0] / layers,
         layer_backward_s=backward[0] / layers,
         stage_s=0.0,
+        gradient_sync_s=0.0,
         overlap=0.0,
         memory=Memory(
             bytes_per_rank=int(MEMORY_PART * _free_bytes()),

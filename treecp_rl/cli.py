@@ -183,7 +183,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="estimate for another model on --profile's hardware")
     parser.add_argument("--policy", choices=["auto", "nsp", "disjoint", "static"], default="auto")
     parser.add_argument("--degree", type=_positive, metavar="D", help="of policy static")
-    parser.add_argument("--effort", choices=["fast", "thorough"], default="fast")
+    parser.add_argument(
+        "--effort",
+        choices=["run", "fast", "thorough"],
+        default="run",
+        help="of policy auto; run: as a run plans, small batches by their schedules; fast: by closed forms; "
+        "thorough: also what the other policies would do",
+    )
     parser.add_argument("--tokens-per-rank", type=_positive, metavar="N", help="budget of a pass")
     parser.add_argument("--no-checkpointing", action="store_true", help="layers keep their activations")
     parser.add_argument("--forward-only", action="store_true", help="log-probs, no gradients")

@@ -23,10 +23,11 @@ class Leaves:
         self._kept: dict[int, KeyValue | tuple[HostCopy, HostCopy]] = {}
         self._grads: dict[int, KeyValue] = {}
         self._last_read = 0
+        self._is_closed = False
 
     def put(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep a layer's K/V [1,K,n,D]; a second time (a recomputed layer) changes nothing."""
-        if layer in self._kept:
+        if self._is_closed or layer in self._kept:
             return
         key, value = key.detach(), value.detach()
         self._kept[layer] = (HostCopy.of(key), HostCopy.of(value)) if self._offload else (key, value)
@@ -54,10 +55,10 @@ class Leaves:
             self._grads[layer] = (_zeros_like(key), _zeros_like(value))
         return self._grads[layer]
 
-    def clear(self) -> None:
-        """Free everything, once the prompt's backward is done."""
+    def close(self) -> None:
+        """Free the K/V: all replays are done. Their gradients wait for the prompt's backward."""
+        self._is_closed = True
         self._kept.clear()
-        self._grads.clear()
 
     def take_grads(self, layer: int) -> KeyValue | None:
         """The summed gradients of a layer, which are then forgotten; None if no replay has read it."""

@@ -1,7 +1,7 @@
 """(shapes x budgets x world sizes) -> one step of every kind of plan -> time, bytes and memory side by side.
 
-A step is forward and backward of all rows of a group, planned, run and reduced as in training: float32, FSDP2 over
-all ranks, which form one domain. Kinds take turns on the same rows (A B C A B C ...), so that whatever else the
+A step is forward and backward of all rows of a group, lowered, run and reduced as in training: float32, FSDP2 over
+all ranks, which form one domain. Kinds take turns on the same rows, round after round, so that whatever else the
 machine does hits all of them. What is compared is CPU time, maximum over ranks; wall time and the time blocked on
 bytes stand beside it, because ranks that share cores say little by wall time.
 """
@@ -113,8 +113,8 @@ class Case:
 
 
 def _compared(ours: Sequence[Measured], baselines: Sequence[Measured]) -> tuple[Measured, Measured, float]:
-    """The fastest of either side, and the ratio of their CPU times: in their duel, if they had one. Kinds that run the
-    same schedules are equally fast."""
+    """The fastest of either side, and the ratio of their CPU times: in their duel, if they had one. Where one of ours
+    runs the baseline's very schedules, both are equally fast, and there is none."""
     best, rival = (
         next(
             (one for one in side if one.duel_cpu_seconds is not None),
@@ -124,8 +124,6 @@ def _compared(ours: Sequence[Measured], baselines: Sequence[Measured]) -> tuple[
     )
     if best.duel_cpu_seconds is not None and rival.duel_cpu_seconds is not None:
         return best, rival, best.duel_cpu_seconds / rival.duel_cpu_seconds
-    if best.planned.digest == rival.planned.digest:
-        return best, rival, 1.0
     return best, rival, best.cpu_seconds / rival.cpu_seconds
 
 
@@ -245,6 +243,7 @@ def _case_json(case: Case, one: Measured) -> dict[str, Any]:
         "tokens_computed": one.tokens_computed,
         "work_imbalance": one.planned.work_imbalance,
         "token_imbalance": one.planned.token_imbalance,
+        "predicted_seconds": one.planned.predicted_seconds,
     }
 
 

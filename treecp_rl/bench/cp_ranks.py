@@ -14,10 +14,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind at one point. Maxima over ranks, sums of bytes over ranks; of CPU time the least of the
+    """One kind at one point. Maxima over ranks, sums of bytes over ranks; of a rank's CPU time the least of the
     repeats, because whatever else a machine does only adds to it; of wall times medians."""
 
     kind: Mode
@@ -160,21 +160,34 @@ def _stay_on_a_core(rank: int) -> None:
 
 
 def _measure(job: Job, domain: Domain) -> list[list[Measured]]:
+    """Rounds over all points: what slows the machine down for a while then meets a kind in few of its repeats."""
     runner = _Runner(_sharded_model(), domain, job.profile or small_model_estimate())
     # The first step of a process loads kernels and lets FSDP2 lay out its parameters.
     runner.step(job.points[0], job.kinds[0])
-    measured = []
-    for number, point in enumerate(job.points):
-        is_traced = number == job.traced_point
-        measured.append(_measure_point(job, runner, point, is_traced=is_traced))
+
+    def tell(what: str) -> None:
         if domain.rank == 0:
-            print(
-                f"world {domain.size}: {point.name} at {point.budget_tokens} tokens, {number + 1} of "
-                f"{len(job.points)} points",
-                file=sys.stderr,
-                flush=True,
-            )
-    return measured
+            print(f"world {domain.size}: {what}", file=sys.stderr, flush=True)
+
+    runs = []
+    for number, point in enumerate(job.points, 1):
+        runs.append(_first_steps(job, runner, point))
+        tell(f"{point.name} at {point.budget_tokens} tokens, {number} of {len(job.points)} points")
+
+    def play(what: str, repeats: int, kinds: Sequence[Sequence[Mode]], into: Sequence[Results]) -> None:
+        for number in range(repeats):
+            for one, of_point, results in zip(runs, kinds, into, strict=True):
+                for kind in _rotated(of_point, number):
+                    results[kind].append(runner.step(one.point, kind))
+            tell(f"{what} kinds, round {number + 1} of {repeats}")
+
+    play("all", job.repeats, [job.kinds] * len(runs), [one.rounds for one in runs])
+    play("close", job.close_repeats, [_close_kinds(one) for one in runs], [one.rounds for one in runs])
+    duels = [_duellists(job, one) for one in runs]
+    play("duelling", job.duel_repeats, duels, [one.duel for one in runs])
+    return [
+        one.measured(job, runner, is_traced=number == job.traced_point) for number, one in enumerate(runs)
+    ]
 
 
 def small_config() -> PretrainedConfig:
@@ -196,58 +209,65 @@ def _sharded_model() -> torch.nn.Module:
     return model
 
 
-def _measure_point(
-    job: Job, runner: _Runner, point: Point | BatchPoint, *, is_traced: bool
-) -> list[Measured]:
+def _first_steps(job: Job, runner: _Runner, point: Point | BatchPoint) -> _PointRuns:
     planned = {kind: runner.plan(point, kind) for kind in job.kinds}
     first = {kind: runner.step(point, kind, counts_memory=job.counts_memory) for kind in job.kinds}
     _require_agreement(first, planned, f"{point.name} at {point.budget_tokens} tokens")
-    rounds = {kind: list[StepResult]() for kind in job.kinds}
-    for number in range(job.repeats):
-        for kind in _rotated(job.kinds, number):
-            rounds[kind].append(runner.step(point, kind))
-    close = _close_kinds(rounds)
-    for number in range(job.close_repeats):
-        for kind in _rotated(close, number):
-            rounds[kind].append(runner.step(point, kind))
-
-    duel = {kind: list[StepResult]() for kind in _duellists(job, planned, rounds)}
-    for number in range(job.duel_repeats):
-        for kind in _rotated(list(duel), number):
-            duel[kind].append(runner.step(point, kind))
-
-    def median(clock: str, kind: Mode) -> float:
-        return statistics.median(getattr(one, clock) for one in rounds[kind])
-
-    return [
-        Measured(
-            kind=kind,
-            seconds=median("seconds", kind),
-            cpu_seconds=least_cpu_seconds(rounds[kind]),
-            blocked_seconds=median("blocked_seconds", kind),
-            bytes_moved=first[kind].bytes_moved,
-            peak_bytes=first[kind].peak_bytes,
-            tokens_computed=first[kind].tokens_computed,
-            planned=planned[kind],
-            duel_cpu_seconds=least_cpu_seconds(duel[kind]) if duel.get(kind) else None,
-            overlap=runner.trace(point, kind, job.repeats, job.trace_file if not index else None)
-            if is_traced
-            else None,
-        )
-        for index, kind in enumerate(job.kinds)
-    ]
+    rounds, duel = ({kind: list[StepResult]() for kind in job.kinds} for _ in range(2))
+    return _PointRuns(point, planned, first, rounds, duel)
 
 
-def _duellists(
-    job: Job, planned: dict[Mode, PlannedStep], rounds: dict[Mode, list[StepResult]]
-) -> list[Mode]:
-    """The fastest challenger and the fastest other kind so far; none where they are one plan."""
-    least = {kind: least_cpu_seconds(results) for kind, results in rounds.items() if results}
-    sides = [[kind for kind in least if (kind in job.challengers) is side] for side in (True, False)]
+@dataclass
+class _PointRuns:
+    """What ran at a point so far."""
+
+    point: Point | BatchPoint
+    planned: dict[Mode, PlannedStep]
+    first: dict[Mode, StepResult]
+    """Not timed: kernels and caches are cold."""
+    rounds: Results
+    duel: Results
+
+    def least_cpu_seconds(self, kind: Mode) -> float:
+        """Of the kind's schedules: kinds that share them are one plan, and their repeats count together."""
+        digest = self.planned[kind].digest
+        same = (results for other, results in self.rounds.items() if self.planned[other].digest == digest)
+        return least_cpu_seconds([one for results in same for one in results])
+
+    def measured(self, job: Job, runner: _Runner, *, is_traced: bool) -> list[Measured]:
+        """Every kind's figures, and its trace."""
+
+        def median(clock: str, kind: Mode) -> float:
+            return statistics.median(getattr(one, clock) for one in self.rounds[kind])
+
+        def trace(index: int, kind: Mode) -> Overlap:
+            return runner.trace(self.point, kind, job.repeats, job.trace_file if not index else None)
+
+        return [
+            Measured(
+                kind=kind,
+                seconds=median("seconds", kind),
+                cpu_seconds=self.least_cpu_seconds(kind),
+                blocked_seconds=median("blocked_seconds", kind),
+                bytes_moved=self.first[kind].bytes_moved,
+                peak_bytes=self.first[kind].peak_bytes,
+                tokens_computed=self.first[kind].tokens_computed,
+                planned=self.planned[kind],
+                duel_cpu_seconds=least_cpu_seconds(self.duel[kind]) if self.duel[kind] else None,
+                overlap=trace(index, kind) if is_traced else None,
+            )
+            for index, kind in enumerate(job.kinds)
+        ]
+
+
+def _duellists(job: Job, point: _PointRuns) -> list[Mode]:
+    """The fastest challenger and the fastest other kind so far; none where a challenger runs the latter's schedules."""
+    sides = [[kind for kind in job.kinds if (kind in job.challengers) is side] for side in (True, False)]
     if not all(sides) or not job.duel_repeats:
         return []
-    found = [min(side, key=lambda kind: least[kind]) for side in sides]
-    return found if len({planned[kind].digest for kind in found}) > 1 else []
+    champion, rival = (min(side, key=point.least_cpu_seconds) for side in sides)
+    digest = point.planned[rival].digest
+    return [] if any(point.planned[kind].digest == digest for kind in sides[0]) else [champion, rival]
 
 
 def _rotated(kinds: Sequence[Mode], by: int) -> list[Mode]:
@@ -256,11 +276,11 @@ def _rotated(kinds: Sequence[Mode], by: int) -> list[Mode]:
     return [*kinds[start:], *kinds[:start]]
 
 
-def _close_kinds(rounds: dict[Mode, list[StepResult]]) -> list[Mode]:
+def _close_kinds(point: _PointRuns) -> list[Mode]:
     """``auto``, and what may be the fastest; from maxima over the ranks, so that all ranks go on with the same."""
-    least = {kind: least_cpu_seconds(results) for kind, results in rounds.items() if results}
-    limit = CLOSE * min(least.values(), default=0.0)
-    return [kind for kind in rounds if kind == "auto" or least.get(kind, math.inf) <= limit]
+    least = {kind: point.least_cpu_seconds(kind) for kind in point.rounds}
+    limit = CLOSE * min(least.values())
+    return [kind for kind in least if kind == "auto" or least[kind] <= limit]
 
 
 @dataclass(frozen=True)
@@ -268,7 +288,8 @@ class StepResult:
     """One step: maxima over the ranks, bytes summed over them."""
 
     seconds: float
-    cpu_seconds: float
+    rank_cpu_seconds: tuple[float, ...]
+    """Of each rank."""
     blocked_seconds: float
     bytes_moved: int
     peak_bytes: int
@@ -278,12 +299,17 @@ class StepResult:
     tokens_computed: int
 
 
+Results = dict[Mode, list[StepResult]]
+"""Of a point's kinds, round by round."""
+
+
 class _Runner:
     """Steps of a model on this rank's domain."""
 
     def __init__(self, model: torch.nn.Module, domain: Domain, profile: ClusterProfile) -> None:
         self._model, self._domain, self._profile = model, domain, profile
-        self._planner = planner_of(profile, domain.size, RUN_OPTIONS)
+        # As in a run, where the planner's actor has solved a batch before its ranks ask.
+        self._planner = cache(planner_of(profile, domain.size, RUN_OPTIONS))
         self._programs: list[Program] = []
         model.register_forward_pre_hook(
             lambda _, __, named: self._programs.append(named[PROGRAM_KEY]), with_kwargs=True
@@ -293,7 +319,7 @@ class _Runner:
         return planned_step(point.rows(VOCAB_SIZE), kind, self._profile, self._domain.size)
 
     def step(self, point: Point | BatchPoint, kind: Mode, *, counts_memory: bool = False) -> StepResult:
-        """One forward and backward of all rows, planning included. All ranks call it together."""
+        """One forward and backward of all rows, lowering included. All ranks call it together."""
         rows = point.rows(VOCAB_SIZE)
         self._model.zero_grad(set_to_none=True)
         self._programs.clear()
@@ -309,12 +335,14 @@ class _Runner:
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         traffic = [t for p in self._programs for t in (p.forward_traffic, p.backward_traffic)]
         blocked = sum(t.blocked_seconds for t in traffic)
-        maxima = self._over_ranks((seconds, cpu_seconds, blocked, float(peak or 0)), max)
-        (sent,) = self._over_ranks((float(sum(t.sent_bytes for t in traffic)),), sum)
+        sent = sum(t.sent_bytes for t in traffic)
+        of_ranks = self._over_ranks((seconds, cpu_seconds, blocked, sent, peak or 0))
         return StepResult(
-            *maxima[:3],
-            bytes_moved=int(sent),
-            peak_bytes=int(maxima[3]),
+            seconds=max(of_ranks[0]),
+            rank_cpu_seconds=of_ranks[1],
+            blocked_seconds=max(of_ranks[2]),
+            bytes_moved=int(sum(of_ranks[3])),
+            peak_bytes=int(max(of_ranks[4])),
             loss=float(torch.stack(losses).sum()),
             gradient_norm=self._gradient_norm(),
             tokens_computed=reports[0].tokens_computed,
@@ -360,16 +388,16 @@ class _Runner:
         norm = torch.nn.utils.get_total_norm(grads)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def _over_ranks(
-        self, numbers: tuple[float, ...], fold: Callable[[Sequence[float]], float]
-    ) -> tuple[float, ...]:
+    def _over_ranks(self, numbers: tuple[float, ...]) -> list[tuple[float, ...]]:
+        """Each number of every rank."""
         gathered: list[Any] = [None] * self._domain.size
         dist.all_gather_object(gathered, numbers, group=self._domain.group)
-        return tuple(fold(column) for column in zip(*gathered, strict=True))
+        return list(zip(*gathered, strict=True))
 
 
 def least_cpu_seconds(results: Sequence[StepResult]) -> float:
-    return min(one.cpu_seconds for one in results)
+    """Of the busiest rank. What disturbs one rank in a repeat need not disturb the others: each has its own least."""
+    return max(map(min, zip(*(one.rank_cpu_seconds for one in results), strict=True)))
 
 
 def _loss_of(scores: RowScores, *, num_rows: int, seen: list[torch.Tensor]) -> torch.Tensor:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from treecp_rl.errors import ConfigError
 from treecp_rl.planner.estimates import estimate_profile
 from treecp_rl.planner.explain import all_figures, as_json, describe, picture
 from treecp_rl.planner.forms import RunOptions, Space, powers_of_two
 from treecp_rl.planner.lengths import read_lengths
+from treecp_rl.planner.polish import plan_for_run
 from treecp_rl.planner.profile import ClusterProfile, load_profile
 from treecp_rl.planner.schedule_batch import BatchPlan, Effort, Policy, plan_batch
 from treecp_rl.planner.search import TreeLengths, TreeSearch
@@ -33,7 +35,8 @@ class PlanRequest:
     """Estimate for another model of ``planner.estimates`` on the profile's hardware."""
     policy: Policy = "auto"
     degree: int | None = None
-    effort: Effort = "fast"
+    effort: Effort | Literal["run"] = "run"
+    """``run``: whatever a run does with such a batch."""
     tokens_per_rank: int | None = None
     checkpointing: bool = True
     forward_only: bool = False
@@ -60,7 +63,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
     profile = profile_of(request.profile, request.model)
     options = RunOptions(request.checkpointing, not request.forward_only, request.tokens_per_rank)
     started = time.perf_counter()
-    plan = plan_batch(trees, request.ranks, profile, options, request.policy, request.degree, request.effort)
+    plan = _solve(request, trees, profile, options)
     solve_seconds = time.perf_counter() - started
     figures = all_figures(plan, trees, profile, options)
     record = as_json(plan, figures) | {"solve_seconds": solve_seconds}
@@ -73,6 +76,19 @@ def answer(request: PlanRequest) -> PlanAnswer:
         Path(request.picture).write_text(picture(plan, figures))
         text += f"\n\npicture: {request.picture}"
     return PlanAnswer(record, text)
+
+
+def _solve(
+    request: PlanRequest, trees: Sequence[TreeLengths], profile: ClusterProfile, options: RunOptions
+) -> BatchPlan:
+    effort, policy, degree = request.effort, request.policy, request.degree
+    if effort == "run":
+        if policy == "auto" and degree is None:
+            return plan_for_run(trees, request.ranks, profile, options)
+        effort = "fast"
+    elif policy != "auto":
+        raise ConfigError(f"--effort {effort} belongs to policy auto; leave it out with policy {policy}")
+    return plan_batch(trees, request.ranks, profile, options, policy, degree, effort)
 
 
 def profile_of(name: str, model: str | None) -> ClusterProfile:

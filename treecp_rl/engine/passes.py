@@ -157,7 +157,7 @@ def plan_passes(
 
 
 def _planned(trees: Sequence[ReplayTree], rows: Sequence[Row], share: Share, planner: Planner) -> PassPlan:
-    chosen = planner([lengths_of(tree) for tree in trees])
+    chosen = planner(tuple(lengths_of(tree) for tree in trees))
     passes = apply_plan(chosen, trees, rows, share)
     return PassPlan(
         passes=tuple(sorted(passes, key=lambda one: -len(one.rounds))),
@@ -344,12 +344,12 @@ class _Runner:
         self._backward(loss)
 
     def finish_prefill(self, share: RankShare, prompt: _Prompt) -> None:
-        """Backward of a prompt, from its scores and, layer by layer, from its K/V, which are then freed."""
+        """Backward of a prompt, from its scores and, layer by layer, from the gradients of its K/V."""
+        if share.program.leaves is not None:
+            share.program.leaves.close()
         if prompt.scores.requires_grad:
             grad = prompt.leaf.grad
             prompt.scores.backward(torch.zeros_like(prompt.scores) if grad is None else grad)
-        if share.program.leaves is not None:
-            share.program.leaves.clear()
 
     def _scores(self, share: RankShare) -> torch.Tensor:
         """One forward of the model: [Q,N] scores of all pairs of the pass, zero where another pass has them."""

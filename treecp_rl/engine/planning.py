@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision
 from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.polish import plan_for_run
 from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.schedule_batch import BatchPlan, PlannedTree, plan_batch
+from treecp_rl.planner.schedule_batch import BatchPlan, PlannedTree
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.tree import ReplayTree, Row, Share, fold
 
@@ -30,7 +31,7 @@ def planner_of(profile: ClusterProfile, num_ranks: int, options: RunOptions) -> 
     """A planner that solves every batch itself."""
 
     def plan(trees: Sequence[TreeLengths]) -> BatchPlan:
-        return plan_batch(trees, num_ranks, profile, options)
+        return plan_for_run(trees, num_ranks, profile, options)
 
     return plan
 

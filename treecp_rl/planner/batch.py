@@ -95,7 +95,7 @@ def decide(
             _require_common_heads(domain_size, num_kv_heads)
         degrees = [1 if kind == "local" else min(domain_size, tokens) for tokens in tree_tokens]
         return tuple(
-            Decision(kind, degree=degree, lanes=_lanes(kind, degree, num_kv_heads)) for degree in degrees
+            Decision(kind, degree=degree, lanes=lanes_of(kind, degree, num_kv_heads)) for degree in degrees
         )
     load = [0.0] * domain_size
     share = sum(tree_tokens) / domain_size
@@ -121,7 +121,8 @@ def _require_common_heads(domain_size: int, num_kv_heads: int) -> None:
         )
 
 
-def _lanes(kind: Kind, degree: int, num_kv_heads: int) -> int:
+def lanes_of(kind: Kind, degree: int, num_kv_heads: int) -> int:
+    """Lanes of a kind where nothing chooses them: the fewest that ``heads`` can have, two for ``tree_move_kv``."""
     if kind == "heads":
         return degree // gcd(degree, num_kv_heads)
     return 2 if kind == "tree_move_kv" and degree % 2 == 0 else 1

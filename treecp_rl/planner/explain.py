@@ -173,6 +173,7 @@ COLOURS = {
     "local": "#4c78a8",
     "gather": "#54a24b",
     "gather_whole": "#9d755d",
+    "dcp_fused": "#ff9da6",
     "heads": "#b279a2",
     "ring": "#eeca3b",
     "tree_move_kv": "#72b7b2",

@@ -320,7 +320,7 @@ def token_pairs(profile: ClusterProfile) -> float:
 
 def weights_of(profile: ClusterProfile, options: RunOptions) -> Weights:
     """What placements weigh by a profile."""
-    forward, backward = _times(options)
+    forward, backward = run_times(options)
     p = profile
     pair = forward * p.attention_forward.per_pair_s + backward * p.attention_backward.per_pair_s
     token = forward * p.dense_forward.per_token_s + backward * p.dense_backward.per_token_s
@@ -332,15 +332,20 @@ def weights_of(profile: ClusterProfile, options: RunOptions) -> Weights:
 
 def pass_fixed_seconds(profile: ClusterProfile, options: RunOptions) -> float:
     """Seconds of a pass that do not depend on what runs in it."""
-    forward, backward = _times(options)
+    forward, backward = run_times(options)
     layer = forward * (profile.layer_forward_s + profile.dense_forward.fixed_s)
     layer += backward * (profile.layer_backward_s + profile.dense_backward.fixed_s)
     head = profile.head_forward.fixed_s + backward * profile.head_backward.fixed_s
     return profile.shape.num_layers * layer + head
 
 
-def _times(options: RunOptions) -> tuple[float, float]:
-    """How often a layer's forward and backward run."""
+def sync_seconds(profile: ClusterProfile, options: RunOptions) -> float:
+    """Seconds of a step that do not depend on its passes."""
+    return profile.gradient_sync_s if options.needs_gradients else 0.0
+
+
+def run_times(options: RunOptions) -> tuple[float, float]:
+    """How often a layer's forward and its backward run."""
     if not options.needs_gradients:
         return 1.0, 0.0
     return (2.0 if options.checkpointing else 1.0), 1.0
@@ -384,7 +389,7 @@ class _Rows:
 
     def _add(self, phase: _Phase, first_exposed: int) -> None:
         p, layers = self._profile, self._shape.num_layers
-        forward, backward = _times(self._options)
+        forward, backward = run_times(self._options)
         dense = forward * p.dense_forward.per_token_s + backward * p.dense_backward.per_token_s
         pair = forward * p.attention_forward.per_pair_s + backward * p.attention_backward.per_pair_s
         tile = forward * p.attention_forward.per_tile_s + backward * p.attention_backward.per_tile_s

@@ -105,6 +105,8 @@ class ClusterProfile:
     layer_backward_s: float
     stage_s: float
     """Host time of one stage with moves, in each direction."""
+    gradient_sync_s: float
+    """Of reducing gradients over the ranks that shard the model, once a step: what no computing hides."""
     overlap: float
     """Part of a stage's computing time under which the next stage's moves travel, 0 to 1."""
     memory: Memory

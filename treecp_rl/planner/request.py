@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
 from treecp_rl.planner.forms import RunOptions
+from treecp_rl.planner.polish import plan_for_run
 from treecp_rl.planner.profile import ClusterProfile
-from treecp_rl.planner.schedule_batch import BatchPlan, PlannedPass, PlannedTree, plan_batch
+from treecp_rl.planner.schedule_batch import BatchPlan, PlannedPass, PlannedTree
 from treecp_rl.planner.search import TreeLengths
 
 
@@ -39,7 +40,7 @@ class PlanRequest:
         Raises:
             PlanError: a tree that does not fit by any plan.
         """
-        return plan_batch(self.trees, self.num_ranks, self.profile, self.options)
+        return plan_for_run(self.trees, self.num_ranks, self.profile, self.options)
 
 
 @dataclass(frozen=True)

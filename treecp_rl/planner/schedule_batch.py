@@ -35,6 +35,7 @@ from treecp_rl.planner.forms import (
     cost_table,
     pass_fixed_seconds,
     product,
+    sync_seconds,
     token_pairs,
     weights_of,
 )
@@ -123,10 +124,12 @@ class BatchPlan:
     lower_bound_seconds: float
     weights: Weights | None = None
     """The profile's, for the placements of its trees."""
+    sync_seconds: float = 0.0
+    """Of the step whatever its passes, in the bound, too."""
 
     @property
     def predicted_seconds(self) -> float:
-        return sum(one.seconds for one in self.passes)
+        return sum(one.seconds for one in self.passes) + self.sync_seconds
 
     @property
     def gap(self) -> float:
@@ -214,9 +217,10 @@ def plan_batch(
     passes = [PlannedPass((one,), one.seconds) for one in alone]
     if layouts:
         passes += min(layouts, key=lambda layout: layout.seconds(fixed)).passes(tasks, fixed)
-    bound = sum(one.seconds for one in alone) + (tasks.lower_bound(fixed) if tasks.shared else 0.0)
+    sync = sync_seconds(profile, options)
+    bound = sum(one.seconds for one in alone) + (tasks.lower_bound(fixed) if tasks.shared else 0.0) + sync
     weights = weights_of(profile, options)
-    return BatchPlan(policy, num_ranks, _digest(profile), tuple(passes), bound, weights)
+    return BatchPlan(policy, num_ranks, _digest(profile), tuple(passes), bound, weights, sync)
 
 
 @lru_cache(maxsize=16)
@@ -270,25 +274,8 @@ class _Tasks:
 
     @cached_property
     def least_seconds(self) -> float:
-        """No plan's passes take less together, fixed costs apart.
-
-        The least T for which every tree has a degree of at most T seconds, and their rank-seconds at the cheapest such
-        degrees fit into T on all ranks: a plan of T seconds has both (Ludwig and Tiwari 1994).
-        """
-        seconds, area = (np.ascontiguousarray(of[self.shared].T) for of in (self.seconds, self.area))
-        low = max(float(area.min(axis=0).sum()) / self.num_ranks, float(seconds.min(axis=0).max()))
-        high = low
-
-        def is_enough(total: float) -> bool:
-            within = np.where(seconds <= total, area, np.inf).min(axis=0)
-            return float(within.sum()) <= self.num_ranks * total
-
-        while not is_enough(high):
-            low, high = high, high * 1.1
-        for _ in range(BOUND_STEPS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return low
+        """No plan's passes take less together, fixed costs apart."""
+        return least_seconds(self.seconds[self.shared], self.area[self.shared], self.num_ranks)
 
     @cached_property
     def order(self) -> list[int]:
@@ -343,6 +330,32 @@ class _Tasks:
         except PlanError as error:
             raise PlanError(f"tree {tree} of the batch: {error}") from error
         return PlannedTree(tree, choice.candidate, 0, choice.seconds, choice.round_of)
+
+
+def least_seconds(seconds: Floats, area: Floats, num_ranks: int) -> float:
+    """No plan runs all trees in less, fixed costs apart.
+
+    The least T for which every tree has a way of at most T seconds, and their rank-seconds in the cheapest such ways
+    fit into T on all ranks: a plan of T seconds has both (Ludwig and Tiwari 1994).
+
+    Args:
+        seconds: [T, W] of each tree's ways on their busiest rank, infinite where there is none.
+        area: [T, W] rank-seconds of the same.
+    """
+    seconds, area = np.ascontiguousarray(seconds.T), np.ascontiguousarray(area.T)
+    low = max(float(area.min(axis=0).sum()) / num_ranks, float(seconds.min(axis=0).max()))
+    high = low
+
+    def is_enough(total: float) -> bool:
+        within = np.where(seconds <= total, area, np.inf).min(axis=0)
+        return float(within.sum()) <= num_ranks * total
+
+    while not is_enough(high):
+        low, high = high, high * 1.1
+    for _ in range(BOUND_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ import numpy as np
 
 from treecp_rl.plan import Node, Schedule
 from treecp_rl.planner.cost import MemoryBudget, bytes_sent
-from treecp_rl.planner.forms import Floats, RunOptions, move_bytes, pass_fixed_seconds
+from treecp_rl.planner.forms import Floats, RunOptions, move_bytes, pass_fixed_seconds, sync_seconds
 from treecp_rl.planner.profile import ClusterProfile, TileCost
 
 
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def predict(passes: Sequence[Pass], profile: ClusterProfile, options: RunOptions) -> Prediction:
-    """Cost of passes that run one after another; ranks meet at the end of every layer.
+    """Cost of a step's passes, which run one after another; ranks meet at the end of every layer.
 
     A rank's layer takes its linear parts, its tiles, and what of its moves does not hide: a stage's moves travel under
     ``overlap`` of the tiles of the stage before. The slowest rank is the layer's time.
@@ -50,7 +50,10 @@ def predict(passes: Sequence[Pass], profile: ClusterProfile, options: RunOptions
     moved = peak = prefill = 0
     recomputed = 1.0 if options.checkpointing and options.needs_gradients else 0.0
     for one in passes:
-        there, back = (_rank_seconds(one, profile, is_backward) for is_backward in (False, True))
+        stages = stage_seconds(profile) * stages_with_moves(one.schedule).bit_count()
+        there, back = (
+            rank_seconds(one, profile, is_backward=is_backward) + stages for is_backward in (False, True)
+        )
         forward += float(there.max())
         if options.needs_gradients:
             backward += float(back.max()) + recomputed * float(there.max())
@@ -63,7 +66,7 @@ def predict(passes: Sequence[Pass], profile: ClusterProfile, options: RunOptions
         # A prefill's graph lives until its last round is done.
         prefill = prefill if one.schedule.resident else held
         peak = max(peak, held + prefill if one.schedule.resident else held)
-    fixed = len(passes) * pass_fixed_seconds(profile, options)
+    fixed = len(passes) * pass_fixed_seconds(profile, options) + sync_seconds(profile, options)
     return Prediction(forward + backward + fixed, forward, backward, moved, peak)
 
 
@@ -87,8 +90,18 @@ def _head_seconds(one: Pass, profile: ClusterProfile) -> float:
     return profile.head_forward.per_token_s * float(_scored(one).max(initial=0.0))
 
 
-def _rank_seconds(one: Pass, profile: ClusterProfile, is_backward: bool) -> Floats:
-    """[world] seconds of each rank, all layers, fixed costs of the pass apart."""
+def stage_seconds(profile: ClusterProfile) -> float:
+    """Host time of one stage with moves, all layers, one direction; every rank of the pass has it."""
+    return profile.shape.num_layers * profile.stage_s
+
+
+def stages_with_moves(schedule: Schedule) -> int:
+    """A bit for each stage in which something moves: trees that share a pass share their stages."""
+    return sum(1 << number for number, stage in enumerate(schedule.stages) if stage.moves)
+
+
+def rank_seconds(one: Pass, profile: ClusterProfile, *, is_backward: bool) -> Floats:
+    """[world] seconds of each rank, all layers, one direction; fixed costs of the pass and its stages apart."""
     p = profile
     dense, head, attention = (
         (p.dense_backward, p.head_backward, p.attention_backward)
@@ -96,11 +109,11 @@ def _rank_seconds(one: Pass, profile: ClusterProfile, is_backward: bool) -> Floa
         else (p.dense_forward, p.head_forward, p.attention_forward)
     )
     tiles = _tile_seconds(one.schedule, attention)
-    moves, has_moves = _move_seconds(one.schedule, profile, is_backward)
+    moves = _move_seconds(one.schedule, profile, is_backward)
     # Stage i's moves hide under stage i - 1's tiles, in backward too: gradients of stage i's operands leave then.
     before = np.vstack([np.zeros((1, tiles.shape[1])), tiles[:-1]])
     exposed = np.maximum(0.0, moves - p.overlap * before)
-    attention_s = tiles.sum(axis=0) + exposed.sum(axis=0) + p.stage_s * has_moves.sum()
+    attention_s = tiles.sum(axis=0) + exposed.sum(axis=0)
     layer = dense.per_token_s * _computed(one) + attention_s
     total: Floats = p.shape.num_layers * layer + head.per_token_s * _scored(one)
     return total
@@ -115,17 +128,15 @@ def _tile_seconds(schedule: Schedule, cost: TileCost) -> Floats:
     return seconds
 
 
-def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool) -> tuple[Floats, Floats]:
-    """[stages, world] seconds of each rank's busier direction, and [stages] whether anything moves."""
+def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool) -> Floats:
+    """[stages, world] seconds of each rank's busier direction."""
     kv, q, state = move_bytes(profile.shape, is_backward)
     per_token = {"kv": kv, "q": q, "state": state}
     again = move_bytes(profile.shape, False)
     num_stages, world = len(schedule.stages), schedule.world_size
     # [out or in, within or between nodes, stage, rank]
     num_bytes = np.zeros((2, 2, num_stages, world))
-    has_moves = np.zeros(num_stages)
     for i, stage in enumerate(schedule.stages):
-        has_moves[i] = bool(stage.moves)
         for move in stage.moves:
             tier = int(move.src // profile.ranks_per_node != move.dst // profile.ranks_per_node)
             size = per_token[move.kind] * move.num_tokens / move.num_head_parts
@@ -139,7 +150,7 @@ def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool
     seconds = np.zeros((num_stages, world))
     for tier, link in enumerate((profile.node_link, profile.cluster_link)):
         seconds += link.per_byte_s * busiest[tier] + link.latency_s * (busiest[tier] > 0)
-    return seconds, has_moves
+    return seconds
 
 
 def _computed(one: Pass) -> Floats:
