@@ -109,3 +109,9 @@ def test_bench_plan_has_the_promised_fields(monkeypatch):
     assert all(promised <= set(case) for case in report["cases"])
     assert {"auto", "auto+", "nsp", "disjoint"} <= {case["policy"] for case in report["cases"]}
     assert len(render(report).splitlines()) == len(report["cases"]) + 1
+    groups = report["fixed_groups"]
+    assert [one["kinds"] for one in groups] == ["ours", "AugTree's"] * 3
+    assert all(
+        1 <= ours["over_auto"] < theirs["over_auto"]
+        for ours, theirs in zip(groups[::2], groups[1::2], strict=True)
+    )

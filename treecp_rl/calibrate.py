@@ -15,8 +15,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch.multiprocessing as mp
 
 from treecp_rl.bench.cp_plans import planned_step
 from treecp_rl.bench.cp_ranks import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Job, run_world
+from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.shapes import Point
 from treecp_rl.collectives import Traffic, exchange
 from treecp_rl.engine.capabilities import prepare_model
@@ -35,6 +37,7 @@ from treecp_rl.engine.passes import PassOptions, RowScores, plan_passes, run_pas
 from treecp_rl.engine.shares import shape_of
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.cost import MemoryBudget
 from treecp_rl.planner.lower import lower_local
 from treecp_rl.planner.lower_plan import nodes_of
 from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, TileCost
@@ -63,12 +66,15 @@ RANK_KINDS: tuple[Mode, ...] = (
     "reuse_ring",
     "tree_move_kv",
     "move_q",
+    "dcp_fused",
     "split_gather",
     "split_move_q",
 )
-"""Kinds whose steps on two ranks say what passes, stages and bytes cost."""
+"""Kinds whose steps on two ranks say what passes, tiles, stages, moves and bytes cost."""
 RANK_POINTS = 10
 TERMS = ("pass", "token", "pair", "tile", "scored token")
+TRANSPORTS = ("all-to-all", "point-to-point")
+MEMORY_TOKENS = (256, 768)
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 MEMORY_PART = 0.5
 """Of the memory that is free on this machine, what its ranks' passes may hold."""
@@ -106,6 +112,8 @@ class Calibration:
     """Median relative error of the steps that were fitted."""
     held_out_error: float
     """Median relative error of the steps that were not."""
+    links: Mapping[str, Link]
+    """What exchanges between two processes take by themselves, by transport."""
     kendall_tau: float | None = None
     """Of predicted and measured order of kinds of plan at world 2, mean over points; None: not checked."""
     plan_error: float | None = None
@@ -118,6 +126,7 @@ class Calibration:
             "digest": self.profile.digest,
             "fit_error": self.fit_error,
             "held_out_error": self.held_out_error,
+            "links": {name: asdict(link) for name, link in self.links.items()},
             "kendall_tau": self.kendall_tau,
             "plan_error": self.plan_error,
             "points": list(self.orders),
@@ -143,12 +152,16 @@ def calibrate(options: CalibrateOptions, progress: Callable[[str], None] = lambd
     terms_forward = fit_terms(features[fitted], forward[fitted])
     terms_backward = fit_terms(features[fitted], (both - forward)[fitted])
     errors = np.abs(features @ (terms_forward + terms_backward) / both - 1)
-    link = _measure_link(options.threads)
-    progress(f"link: {link.latency_s * 1e6:.0f} us, {1e-9 / link.per_byte_s:.2f} GB/s")
-    profile = _profile(options, model, terms_forward, terms_backward, link)
+    links = _measure_links(options.threads)
+    progress("link: " + ", ".join(f"{name} {_link_text(link)}" for name, link in links.items()))
+    activation_bytes = kept, checkpointed = [
+        _activation_bytes(model, checkpointing=checkpointing) for checkpointing in (False, True)
+    ]
+    progress(f"activations outside of attention: {kept} bytes a token kept, {checkpointed} checkpointed")
+    profile = _profile(options, model, terms_forward, terms_backward, links["all-to-all"], activation_bytes)
     if _is_small_model(options):
         profile = _with_ranks(profile, options)
-    found = Calibration(profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])))
+    found = Calibration(profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])), links)
     return check(found, options) if options.check else found
 
 
@@ -167,7 +180,9 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterPr
     bare = replace(profile, stage_s=0.0, node_link=nothing, cluster_link=nothing)
     one_each = (
         replace(bare, layer_forward_s=bare.layer_forward_s + 1.0),
+        replace(bare, attention_forward=_with_tile(bare.attention_forward, 1.0)),
         replace(bare, stage_s=1.0),
+        replace(bare, move_s=1.0),
         replace(bare, gradient_sync_s=1.0),
         replace(bare, node_link=Link(0.0, 1.0)),
     )
@@ -179,17 +194,25 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterPr
             more = [planned_step(rows, kind, one, 2).predicted_seconds - known for one in one_each]
             features.append([known, *more])
             seconds.append(measured.cpu_seconds)
-    scale, of_layer, of_stage, of_sync, of_byte = fit_terms(np.array(features), np.array(seconds)).tolist()
+    terms = fit_terms(np.array(features), np.array(seconds))
+    scale, of_layer, of_tile, of_stage, of_move, of_sync, of_byte = terms.tolist()
     # Where bytes are lost in noise they cost what a link alone takes: nothing is free.
     link = Link(0.0, of_byte or profile.node_link.per_byte_s)
+    scaled = _scaled(bare, scale)
     return replace(
-        _scaled(bare, scale),
-        layer_forward_s=scale * bare.layer_forward_s + of_layer,
+        scaled,
+        layer_forward_s=scaled.layer_forward_s + of_layer,
+        attention_forward=_with_tile(scaled.attention_forward, of_tile),
         stage_s=of_stage,
+        move_s=of_move,
         gradient_sync_s=of_sync,
         node_link=link,
         cluster_link=link,
     )
+
+
+def _with_tile(cost: TileCost, more_s: float) -> TileCost:
+    return replace(cost, per_tile_s=cost.per_tile_s + more_s)
 
 
 def _scaled(profile: ClusterProfile, scale: float) -> ClusterProfile:
@@ -330,11 +353,15 @@ def fit_terms(features: Floats, seconds: Floats) -> Floats:
 
 
 def _profile(
-    options: CalibrateOptions, model: torch.nn.Module, forward: Floats, backward: Floats, link: Link
+    options: CalibrateOptions,
+    model: torch.nn.Module,
+    forward: Floats,
+    backward: Floats,
+    link: Link,
+    activation_bytes: Sequence[int],
 ) -> ClusterProfile:
     config, shape = model.config, shape_of(model)
     layers = shape.num_layers
-    hidden, intermediate = config.hidden_size, config.intermediate_size
     # Regression may find no trace of a term that is small beside noise; a profile needs these two above 0.
     tiny = 1e-15
     return ClusterProfile(
@@ -345,11 +372,11 @@ def _profile(
             f"treecp-rl calibrate: {options.num_trees} trees, {options.dtype}, {options.threads} threads, torch "
             f"{torch.__version__}, {platform.machine()} {_device().type}",
             "link: two processes of one node; nothing was measured between nodes, the same is written for it",
-            "of the small model, passes and gradients (FSDP2), stages and bytes from plans on two ranks",
+            "of the small model, passes and gradients (FSDP2), tiles, stages, moves and bytes from plans on two ranks",
             "overlap 0: not measured",
-            "activation bytes: computed from the model's dimensions",
+            f"activation bytes: peaks of steps of {MEMORY_TOKENS[0]} and {MEMORY_TOKENS[1]} tokens, less attention's",
         ),
-        model=f"{config.model_type}, {layers} layers, hidden {hidden}",
+        model=f"{config.model_type}, {layers} layers, hidden {config.hidden_size}",
         shape=shape,
         ranks_per_node=options.ranks_per_node,
         dense_forward=Affine(0.0, max(tiny, forward[1] / layers)),
@@ -363,12 +390,13 @@ def _profile(
         layer_forward_s=forward[0] / layers,
         layer_backward_s=backward[0] / layers,
         stage_s=0.0,
+        move_s=0.0,
         gradient_sync_s=0.0,
         overlap=0.0,
         memory=Memory(
             bytes_per_rank=int(MEMORY_PART * _free_bytes()),
-            checkpointed_bytes_per_token=shape.itemsize * layers * hidden,
-            kept_bytes_per_token=shape.itemsize * layers * (6 * hidden + 4 * intermediate),
+            checkpointed_bytes_per_token=activation_bytes[1],
+            kept_bytes_per_token=activation_bytes[0],
         ),
     )
 
@@ -381,33 +409,65 @@ def _free_bytes() -> int:
     return free // max(1, os.cpu_count() or 1)
 
 
-def _measure_link(threads: int) -> Link:
-    """Latency and seconds a byte of exchanges between two processes."""
+def _activation_bytes(model: torch.nn.Module, *, checkpointing: bool) -> int:
+    """Of a token outside of attention, all layers: what a longer step holds more, less what plans count of it."""
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    budget = MemoryBudget(0, shape_of(model), 1 if checkpointing else None)
+    held, attention = [], []
+    for num_tokens in MEMORY_TOKENS:
+        tree = TreeLengths(num_tokens - 1, (1,))
+        step = partial(_step, model, _rows(tree, model.config.vocab_size), needs_gradients=True)
+        # Gradients of parameters are there before, so that the peak is activations.
+        step()
+        held.append(peak_bytes(step))
+        attention.append(max(budget.peak_bytes(lower_local(nodes_of([tree])))))
+    if checkpointing:
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    more = (held[1] - held[0]) - (attention[1] - attention[0])
+    return max(0, round(more / (MEMORY_TOKENS[1] - MEMORY_TOKENS[0])))
+
+
+def _measure_links(threads: int) -> dict[str, Link]:
+    """Latency and seconds a byte of exchanges between two processes, as one all-to-all and as messages."""
     with tempfile.TemporaryDirectory(prefix="treecp-link-") as folder:
         mp.start_processes(_link_rank, (threads, folder), nprocs=2, join=True, start_method="spawn")
         seconds = np.load(Path(folder) / "seconds.npy")
     features = np.array([[1.0, size] for size in LINK_BYTES])
-    latency, per_byte = fit_terms(features, seconds)
-    return Link(float(latency), float(max(per_byte, 1e-15)))
+    links = {}
+    for name, of_transport in zip(TRANSPORTS, seconds, strict=True):
+        latency, per_byte = fit_terms(features, of_transport)
+        links[name] = Link(float(latency), float(max(per_byte, 1e-15)))
+    return links
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.0f} us and {1e-9 / link.per_byte_s:.2f} GB/s"
 
 
 def _link_rank(rank: int, threads: int, folder: str) -> None:
     torch.set_num_threads(threads)
     join_world(rank, 2, f"{folder}/rendezvous")
-    medians = []
-    for size in LINK_BYTES:
-        sizes = [size if other != rank else 0 for other in range(2)]
-        runs = []
-        for _ in range(12):
-            outgoing = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
-            dist.barrier()
-            start = time.perf_counter()
-            exchange(outgoing, sizes, dist.group.WORLD, Traffic(), is_sparse=False).wait()
-            runs.append(time.perf_counter() - start)
-        medians.append(statistics.median(runs[2:]))
+    medians = [
+        [_exchange_seconds(rank, size, is_sparse) for size in LINK_BYTES] for is_sparse in (False, True)
+    ]
     if rank == 0:
         np.save(Path(folder) / "seconds.npy", np.array(medians))
     dist.destroy_process_group()
+
+
+def _exchange_seconds(rank: int, num_bytes: int, is_sparse: bool) -> float:
+    """Median of ten exchanges with the other rank, after two for warming up."""
+    sizes = [num_bytes if other != rank else 0 for other in range(2)]
+    runs = []
+    for _ in range(12):
+        outgoing = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
+        dist.barrier()
+        start = time.perf_counter()
+        exchange(outgoing, sizes, dist.group.WORLD, Traffic(), is_sparse=is_sparse).wait()
+        runs.append(time.perf_counter() - start)
+    return statistics.median(runs[2:])
 
 
 def check(found: Calibration, options: CalibrateOptions) -> Calibration:
@@ -443,6 +503,7 @@ def check(found: Calibration, options: CalibrateOptions) -> Calibration:
         found.profile,
         found.fit_error,
         found.held_out_error,
+        found.links,
         statistics.mean(one["kendall_tau"] for one in orders),
         statistics.median(errors),
         tuple(orders),
@@ -464,7 +525,8 @@ def render(found: Calibration) -> str:
         f"a layer: {p.dense_forward.per_token_s * 1e6:.3f} + {p.dense_backward.per_token_s * 1e6:.3f} us a token, "
         f"{p.attention_forward.per_pair_s * 1e9:.3f} + {p.attention_backward.per_pair_s * 1e9:.3f} ns a pair, "
         f"{p.attention_forward.per_tile_s * 1e6:.0f} + {p.attention_backward.per_tile_s * 1e6:.0f} us a tile",
-        f"link {p.node_link.latency_s * 1e6:.0f} us and {1e-9 / p.node_link.per_byte_s:.2f} GB/s",
+        f"link in plans {_link_text(p.node_link)}; "
+        + ", ".join(f"{name} alone {_link_text(link)}" for name, link in found.links.items()),
         f"median relative error: {found.fit_error:.1%} of fitted, {found.held_out_error:.1%} of held-out steps",
     ]
     if found.kendall_tau is not None:

@@ -20,7 +20,7 @@ from treecp_rl.planner.polish import plan_for_run
 from treecp_rl.planner.profile import ClusterProfile, load_profile
 from treecp_rl.planner.schedule_batch import BatchPlan, Effort, Policy, plan_batch
 from treecp_rl.planner.search import TreeLengths, TreeSearch
-from treecp_rl.simulator.methods import Alternative, Cluster, alternatives
+from treecp_rl.simulator.methods import Alternative, Cluster, alternatives, one_by_one
 from treecp_rl.simulator.workloads import draw_batch
 
 
@@ -129,7 +129,7 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
     """Time to plan trees and batches, and how good the plans are; caches are warm."""
     profile = load_profile(options.profile)
     load_before = os.getloadavg()[0]
-    cases = []
+    cases, fixed_groups = [], []
     for group_size in (8, 16, 64):
         for blocks in TREE_BLOCKS:
             for space in SPACES:
@@ -138,8 +138,11 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
     for num_trees, group_size, ranks in BATCHES:
         for workload in ("long", "reasoning", "mixed"):
             for seed in range(options.seeds):
-                cases += _batch_cases(profile, workload, num_trees, group_size, ranks, seed, options)
+                found = _batch_cases(profile, workload, num_trees, group_size, ranks, seed, options)
+                cases += found
                 progress(_line(cases[-1]))
+                if len(found) > 1:
+                    fixed_groups += _fixed_groups(profile, found[0], seed)
     return {
         "profile": profile.name,
         "profile_kind": profile.kind,
@@ -148,6 +151,7 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"),
         "cpu_count": os.cpu_count(),
         "load_average_before_and_after": [load_before, os.getloadavg()[0]],
+        "fixed_groups": fixed_groups,
         "cases": cases,
     }
 
@@ -224,6 +228,23 @@ def _batch_cases(
             }
         )
     return cases
+
+
+def _fixed_groups(profile: ClusterProfile, auto: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Groups of 8 ranks in which each tree is a call of its own, as AugTree runs it and with our fused kinds."""
+    trees = draw_batch(auto["workload"], auto["trees"], auto["group_size"], seed)
+    degree = min(8, auto["ranks"])
+    found = []
+    for kinds, shared_passes in (("ours", True), ("AugTree's", False)):
+        seconds = one_by_one(
+            trees, Cluster(profile, auto["ranks"], RunOptions()), degree, shared_passes=shared_passes
+        )
+        what = {name: auto[name] for name in ("trees", "group_size", "ranks", "workload", "seed")}
+        over = seconds / auto["predicted_seconds"]
+        found.append(
+            what | {"degree": degree, "kinds": kinds, "predicted_seconds": seconds, "over_auto": over}
+        )
+    return found
 
 
 def _line(case: dict[str, Any]) -> str:

@@ -121,10 +121,16 @@ def largest_first(works: Sequence[float], lanes: int, order: Sequence[int] | Non
     Args:
         order: units, largest first, if the caller has them.
     """
-    heap = [(0.0, lane) for lane in range(lanes)]
+    order = order or by_size(works)
     lane_of = [0] * len(works)
+    # The largest find empty lanes.
+    for lane, unit in enumerate(order[:lanes]):
+        lane_of[unit] = lane
+    heap = [(works[unit], lane) for lane, unit in enumerate(order[:lanes])]
+    heap += [(0.0, lane) for lane in range(len(heap), lanes)]
+    heapq.heapify(heap)
     replace = heapq.heapreplace
-    for unit in order or by_size(works):
+    for unit in order[lanes:]:
         load, lane = heap[0]
         replace(heap, (load + works[unit], lane))
         lane_of[unit] = lane

@@ -210,6 +210,8 @@ def estimate(hardware: str, model: str, dims: ModelDims) -> ClusterProfile:
         layer_forward_s=machine.layer_s[0],
         layer_backward_s=machine.layer_s[1],
         stage_s=machine.stage_s,
+        # In what a stage takes.
+        move_s=0.0,
         # Reduced layer by layer under the backward of the layers below.
         gradient_sync_s=0.0,
         overlap=machine.overlap,

@@ -13,7 +13,6 @@ from math import inf
 
 import numpy as np
 
-from treecp_rl.errors import PlanError
 from treecp_rl.plan import Kind
 from treecp_rl.planner.batch import lanes_of
 from treecp_rl.planner.forms import Candidate, Floats, RunOptions, pass_fixed_seconds, run_times
@@ -162,11 +161,7 @@ def _ways(
     ways = []
     for candidate in _candidates(tree, plan.num_ranks, profile.shape.num_kv_heads):
         decision = replace(candidate.decision, weights=plan.weights)
-        try:
-            lowered = Pass(lower(nodes, [decision], candidate.degree), nodes)
-        except PlanError:
-            # This tree has no such lanes or parts.
-            continue
+        lowered = Pass(lower(nodes, [decision], candidate.degree), nodes)
         forward, backward = (
             rank_seconds(lowered, profile, is_backward=is_backward) for is_backward in (False, True)
         )
@@ -185,15 +180,13 @@ def _places(ways: Sequence[_Way], num_ranks: int) -> _Places:
 
 
 def _candidates(tree: TreeLengths, num_ranks: int, num_kv_heads: int) -> list[Candidate]:
+    """On one rank, and by every kind on every degree; ``heads`` where a lane has several ranks."""
     found = [Candidate("fused", "local", 1)]
     for degree in degree_chain(num_ranks)[1:]:
-        if degree <= tree.num_tokens:
-            lanes = [lanes_of(kind, degree, num_kv_heads) for kind in POLISHED_KINDS]
-            found += [
-                Candidate("fused", kind, degree, number)
-                for kind, number in zip(POLISHED_KINDS, lanes, strict=True)
-                if not (kind == "heads" and number == degree)
-            ]
+        for kind in POLISHED_KINDS:
+            lanes = lanes_of(kind, degree, num_kv_heads)
+            if degree <= tree.num_tokens and not (kind == "heads" and lanes == degree):
+                found.append(Candidate("fused", kind, degree, lanes))
     return found
 
 

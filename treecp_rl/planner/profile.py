@@ -105,6 +105,8 @@ class ClusterProfile:
     layer_backward_s: float
     stage_s: float
     """Host time of one stage with moves, in each direction."""
+    move_s: float
+    """Host time of one move at either of its ends, in each direction; closed forms leave it out."""
     gradient_sync_s: float
     """Of reducing gradients over the ranks that shard the model, once a step: what no computing hides."""
     overlap: float

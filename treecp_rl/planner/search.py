@@ -177,22 +177,28 @@ class TreeSearch:
         table = self.table(len(tree.responses))
         workload = Workload(tree, self._token_pairs)
         features = tree_features(workload, table.index)
-        limits = table.limits @ features
         seconds = table.seconds(features)
-        seconds[~fitting(table, limits, tree.num_tokens, self._memory_bytes, self._options)] = np.inf
         settled: dict[int, Grid] = {}
+        knows_fitting = False
         while True:
             best = int(seconds.argmin())
             if seconds[best] == np.inf:
-                raise no_fit(tree, table, limits, self._memory_bytes, self._options)
+                raise no_fit(tree, table, table.limits @ features, self._memory_bytes, self._options)
             if best in settled:
                 break
+            # The fastest mostly fits; only where it does not is it worth to know which do.
+            if not knows_fitting and not self._fits(table, best, features, tree):
+                limits = table.limits @ features
+                fits = fitting(table, limits, tree.num_tokens, self._memory_bytes, self._options)
+                seconds[~fits] = np.inf
+                knows_fitting = True
+                continue
             grid = self._as_scored(workload, table, best, features, polish_nodes)
             if grid is not None:
                 settled[best] = grid
                 break
             # The table takes lanes as if memory let them be, and rounds as even: at most too fast.
-            capacity = self._capacity(workload, table, best, features, limits)
+            capacity = self._capacity(workload, table, best, features)
             grid = self._grid(workload, table.candidates[best], capacity, polish_nodes)
             seconds[best] = np.inf if grid is None else self._seconds(workload, table, best, features, grid)
             if grid is not None:
@@ -201,12 +207,21 @@ class TreeSearch:
         return TreeChoice(
             table.candidates[best],
             float(seconds[best]),
-            float(limits[best]),
+            float(table.limits[best] @ features),
             float(table.moved[best] @ features),
             grid.lanes.lane_of,
             grid.round_of,
             grid.lanes.makespan / grid.lanes.lower_bound - 1,
             len(table.candidates),
+        )
+
+    def _fits(self, table: CostTable, one: int, features: Floats, tree: TreeLengths) -> bool:
+        """As ``fitting``, of one candidate."""
+        room = self._options.tokens_per_rank
+        return (
+            table.degree[one] <= tree.num_tokens
+            and float(table.limits[one] @ features) <= self._memory_bytes
+            and (room is None or float(table.limits[len(table.candidates) + one] @ features) <= room)
         )
 
     def _as_scored(
@@ -236,9 +251,7 @@ class TreeSearch:
                 return Grid(free, (0,) * len(tokens))
         return assign_grid(workload.works, tokens, rounds, one.lanes, capacity, polish_nodes)
 
-    def _capacity(
-        self, workload: Workload, table: CostTable, best: int, features: Floats, limits: Floats
-    ) -> float:
+    def _capacity(self, workload: Workload, table: CostTable, best: int, features: Floats) -> float:
         """Most response tokens of a lane in a round: what memory leaves beside the prompt, or the token budget."""
         one, count = table.candidates[best], len(table.candidates)
         position = table.index.position
@@ -250,7 +263,7 @@ class TreeSearch:
             columns = [position["responses"], position[f"lane/{one.lanes}"]]
             per_token = float(row[columns].sum())
             used = float(row[columns] @ features[columns])
-            room = min(room, (limit - float(limits[offset + best]) + used) / per_token)
+            room = min(room, (limit - float(row @ features) + used) / per_token)
         return room / one.rounds * (1 + 1e-12)
 
     def _seconds(

@@ -113,7 +113,7 @@ def rank_seconds(one: Pass, profile: ClusterProfile, *, is_backward: bool) -> Fl
     # Stage i's moves hide under stage i - 1's tiles, in backward too: gradients of stage i's operands leave then.
     before = np.vstack([np.zeros((1, tiles.shape[1])), tiles[:-1]])
     exposed = np.maximum(0.0, moves - p.overlap * before)
-    attention_s = tiles.sum(axis=0) + exposed.sum(axis=0)
+    attention_s = tiles.sum(axis=0) + exposed.sum(axis=0) + p.move_s * _num_moves(one.schedule)
     layer = dense.per_token_s * _computed(one) + attention_s
     total: Floats = p.shape.num_layers * layer + head.per_token_s * _scored(one)
     return total
@@ -151,6 +151,15 @@ def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool
     for tier, link in enumerate((profile.node_link, profile.cluster_link)):
         seconds += link.per_byte_s * busiest[tier] + link.latency_s * (busiest[tier] > 0)
     return seconds
+
+
+def _num_moves(schedule: Schedule) -> Floats:
+    """[world] moves that each rank sends or receives."""
+    count = np.zeros(schedule.world_size)
+    for stage in schedule.stages:
+        for move in stage.moves:
+            count[[move.src, move.dst]] += 1
+    return count
 
 
 def _computed(one: Pass) -> Floats:
