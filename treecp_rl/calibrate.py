@@ -482,7 +482,15 @@ def check(found: Calibration, options: CalibrateOptions) -> Calibration:
         )
     # Others than those that the profile was measured with.
     points = [_random_group(RANK_POINTS + n, options.most_tokens) for n in range(options.check_points)]
-    job = Job(2, tuple(points), CHECKED_KINDS, options.repeats, options.threads, found.profile)
+    job = Job(
+        2,
+        tuple(points),
+        CHECKED_KINDS,
+        options.repeats,
+        options.threads,
+        found.profile,
+        counts_memory=False,
+    )
     orders, errors = [], []
     for point, measured in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):
         predicted = [one.planned.predicted_seconds for one in measured]
