@@ -367,13 +367,19 @@ def cut_in_parts(responses: list[int], works: list[float], share: float, degree:
 
     A zigzag's ranks lack three quarters of what the others hold, and who holds the ends lacks all else.
     """
-    count = tokens = 0.0
+    count, tokens = 0, 0.0
+    others = max(1, degree - 1)
     for response, work in zip(responses, works, strict=True):
-        ranks = int(work / share)
-        has_ends = work > (ranks + UNCUT_EXCESS) * share
-        count += (ranks + has_ends) / degree
-        tokens += response * min(1.0, (ranks - 1 + has_ends * 4 / 3) / max(1, degree - 1))
-    return count, tokens
+        of_share = work / share
+        ranks = int(of_share)
+        if of_share > ranks + UNCUT_EXCESS:
+            count += ranks + 1
+            lacking = ranks + 1 / 3
+        else:
+            count += ranks
+            lacking = ranks - 1
+        tokens += response * lacking if lacking < others else response * others
+    return count / degree, tokens / others
 
 
 def fitting(
