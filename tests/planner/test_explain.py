@@ -20,6 +20,7 @@ from treecp_rl.planner.explain import (
 from treecp_rl.planner.forms import RunOptions, candidates
 from treecp_rl.planner.lengths import read_lengths
 from treecp_rl.planner.lower_plan import lower_plan
+from treecp_rl.planner.polish import POLISHED_KINDS
 from treecp_rl.planner.schedule_batch import plan_batch
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.planner.seconds import predict
@@ -39,7 +40,7 @@ def test_seconds_of_trees_are_computing_and_exposed_moves():
 
 
 def test_every_kind_that_a_plan_may_have_is_painted():
-    assert {one.kind for one in candidates("full", (1, 2, 4, 8), 8, 4)} == set(COLOURS)
+    assert {one.kind for one in candidates("full", (1, 2, 4, 8), 8, 4)} | set(POLISHED_KINDS) == set(COLOURS)
 
 
 def test_bytes_and_peaks_are_near_those_of_the_schedules():

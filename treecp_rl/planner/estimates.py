@@ -190,6 +190,7 @@ def estimate(hardware: str, model: str, dims: ModelDims) -> ClusterProfile:
     backward = 2.5 * pair_flops / (machine.flops_per_s * machine.attention_backward_part)
     states = BYTES_PER_PARAMETER * dims.num_parameters / STATE_RANKS
     layers = dims.num_layers
+    layer_bytes = machine.itemsize * (6 * dims.hidden + 4 * dims.intermediate)
     return ClusterProfile(
         name=f"{hardware}-{model.lower()}",
         date=DATE,
@@ -219,8 +220,8 @@ def estimate(hardware: str, model: str, dims: ModelDims) -> ClusterProfile:
             bytes_per_rank=round(
                 max(LEAST_MEMORY_PART * machine.memory_bytes, 0.9 * machine.memory_bytes - states)
             ),
-            # Inputs of each layer; without checkpointing also norms, projections and the gated product.
-            checkpointed_bytes_per_token=machine.itemsize * layers * dims.hidden,
-            kept_bytes_per_token=machine.itemsize * layers * (6 * dims.hidden + 4 * dims.intermediate),
+            # A layer keeps norms, projections and the gated product; checkpointed, its input until it is recomputed.
+            checkpointed_bytes_per_token=machine.itemsize * layers * dims.hidden + layer_bytes,
+            kept_bytes_per_token=layers * layer_bytes,
         ),
     )

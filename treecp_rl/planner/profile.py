@@ -61,9 +61,10 @@ class Memory:
     bytes_per_rank: int
     """What a pass may hold: weights, gradients and optimizer states are not in it."""
     checkpointed_bytes_per_token: int
-    """Activations outside of attention, all layers, of one token where layers are checkpointed."""
+    """Activations outside of attention of one token where layers are checkpointed: all inputs of layers, and what the
+    layer keeps that is recomputed."""
     kept_bytes_per_token: int
-    """The same where they are not."""
+    """What all layers keep where they are not."""
 
 
 @dataclass(frozen=True, slots=True)
