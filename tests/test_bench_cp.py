@@ -183,7 +183,7 @@ def timed(*rank_cpu_seconds):
 
 
 def point_of(**rounds):
-    """A point whose kinds took so long; the first letter of a kind's digest is given before its results."""
+    """A point, from each kind's digest and results."""
     planned = {kind: PlannedStep(10, 1.0, 1.0, 1.0, digest) for kind, (digest, _) in rounds.items()}
     results = {kind: found for kind, (_, found) in rounds.items()}
     return _PointRuns(point("lmsys", 1024), planned, {}, results, {kind: [] for kind in rounds})

@@ -138,8 +138,7 @@ def test_a_plan_that_is_faster_but_does_not_fit_is_not_taken():
         memory = replace(CPU.memory, bytes_per_rank=int(part * peak))
         tight = replace(CPU, memory=memory)
         plan = plan_for_run(trees, 2, tight, KEPT)
-        for one, passes in lower_plan(plan, trees):
-            del one
+        for _, passes in lower_plan(plan, trees):
             assert predict(passes, tight, KEPT).peak_bytes <= memory.bytes_per_rank
 
 

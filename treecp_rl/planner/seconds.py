@@ -155,11 +155,9 @@ def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool
 
 def _num_moves(schedule: Schedule) -> Floats:
     """[world] moves that each rank sends or receives."""
-    count = np.zeros(schedule.world_size)
-    for stage in schedule.stages:
-        for move in stage.moves:
-            count[[move.src, move.dst]] += 1
-    return count
+    ends = [rank for stage in schedule.stages for move in stage.moves for rank in (move.src, move.dst)]
+    counts = np.bincount(np.array(ends, dtype=np.int64), minlength=schedule.world_size)
+    return counts.astype(np.float64)
 
 
 def _computed(one: Pass) -> Floats:
