@@ -203,7 +203,7 @@ def test_bad_input_is_named():
         plan_batch([tree], 4, PROFILE, policy="static", degree=3)
     huge = TreeLengths(40_000_000, (10,))
     with pytest.raises(
-        PlanError, match=r"tree 1 of the batch: .*40000010 tokens.* GiB a rank .* raise the ranks"
+        PlanError, match=r"tree 1 of the batch: .*40000010 tokens.* GiB .* a rank .* raise the ranks"
     ):
         plan_batch([tree, huge], 4, PROFILE)
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from treecp_rl.errors import BatchError, PlanError
 from treecp_rl.planner.assign import (
     EXACT_UNITS,
-    SubsetProgram,
+    FewUnits,
+    _branch,
     assign,
     assign_grid,
+    largest_first,
     loads_of,
     lower_bound,
 )
@@ -70,7 +72,7 @@ def by_exhaustion(tree, profile, space, options):
     """Algorithm 1 by trying every candidate, every lane and every round of every response."""
     best = None
     for one in candidates(space, DEGREES, len(tree.responses), profile.shape.num_kv_heads):
-        if one.degree > tree.num_tokens:
+        if one.degree > (tree.prompt if one.form == "split" else tree.num_tokens):
             continue
         table = table_of(profile, options, one)
         workload = Workload(tree, token_pairs(profile))
@@ -170,7 +172,7 @@ def test_branch_and_bound_proves_what_subsets_find():
     rng = random.Random(3)
     for _ in range(30):
         works = [rng.uniform(1, 10) for _ in range(EXACT_UNITS + 1)]
-        best = SubsetProgram(works).assign(3).makespan
+        best = FewUnits(works).assign(3).makespan
         found = assign(works, 3, num_nodes=100_000)
         assert found.is_proven
         assert found.makespan == pytest.approx(best)
@@ -208,9 +210,54 @@ def test_less_memory_needs_more_rounds_and_never_less_time():
     assert seconds == sorted(seconds)
     assert rounds[0] == 1 and rounds[-1] > 1
     with pytest.raises(
-        PlanError, match=r"36864 tokens \(prompt 4096\) needs .* GiB a rank .* raise the ranks, now 8"
+        PlanError, match=r"36864 tokens \(prompt 4096\) needs .* GiB .* a rank .* raise the ranks, now 8"
     ):
         search(tree, with_memory(2**30), (8,), options)
+
+
+def test_few_units_have_lanes_as_good_as_branch_and_bound_proves():
+    """Equal works and works that differ by orders; brute force takes too long for these."""
+    rng = random.Random(4)
+    for _ in range(300):
+        units = rng.randint(7, EXACT_UNITS)
+        lanes = rng.randint(2, units - 1)
+        works = rng.choice([[1.0, 2.0, 4.0], [rng.lognormvariate(0, 2) for _ in range(units)]])
+        works = [rng.choice(works) for _ in range(units)]
+        found = FewUnits(works).assign(lanes)
+        assert sorted(set(found.lane_of)) == list(range(lanes))
+        start = largest_first(works, lanes)
+        span, least = max(loads_of(works, start, lanes)), lower_bound(works, lanes)
+        _, makespan, is_optimal = _branch(works, lanes, start, span, least, 1_000_000)
+        assert is_optimal
+        assert found.makespan == pytest.approx(makespan)
+        assert max(loads_of(works, found.lane_of, lanes)) == pytest.approx(found.makespan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=st.integers(1, 200_000),
+    responses=st.lists(st.integers(1, 50_000), min_size=2, max_size=20),
+    profile=st.sampled_from(clusters()),
+    options=st.sampled_from(
+        [RunOptions(), RunOptions(checkpointing=False), RunOptions(needs_gradients=False)]
+    ),
+)
+def test_more_rounds_never_take_less_time(prompt, responses, profile, options):
+    """Why the search looks at them only where one round does not fit."""
+    tree = TreeLengths(prompt, tuple(responses))
+    table = TreeSearch(profile, powers_of_two(64), options).table(len(responses))
+    seconds = table.seconds(tree_features(Workload(tree, token_pairs(profile)), table.index))
+    of = {one: float(value) for one, value in zip(table.candidates, seconds, strict=True)}
+    for one, value in of.items():
+        assert value >= of[replace(one, rounds=1)] * (1 - 1e-12), one
+
+
+def test_a_short_prompt_is_not_split_over_more_ranks_than_it_has_tokens():
+    """One token of prompt cannot be prefilled by four ranks; here nothing else has room."""
+    tree = TreeLengths(1, (1, 1199))
+    with pytest.raises(PlanError, match=r"1201 tokens needs 301 tokens a rank .* budget is 300"):
+        search(tree, PROFILE, (1, 2, 4), RunOptions(tokens_per_rank=300))
+    assert search(tree, PROFILE, (1, 2, 4), RunOptions(tokens_per_rank=301)).candidate.form == "fused"
 
 
 def test_ours_is_never_slower_than_the_papers_space():

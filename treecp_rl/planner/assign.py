@@ -1,8 +1,9 @@
 """Works of responses, lanes -> which lane runs which response: AugTree's AssignGrid (Eq. 6), with a bound.
 
-Up to ``EXACT_UNITS`` units a dynamic program over subsets is exact; above, largest first, and branch and bound where
-a caller asks to close what is left. Lanes are alike, so that a lane's work is all that counts; rounds only cut a lane
-where its memory ends, because Eq. 6 adds up all rounds of a lane.
+Up to ``EXACT_UNITS`` units all that could be best is tried, a dynamic program over subsets saying what memory allows;
+above, largest first, and branch and bound where a caller asks to close what is left. Lanes are alike, so that a
+lane's work is all that counts; rounds only cut a lane where its memory ends, because Eq. 6 adds up all rounds of a
+lane.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from treecp_rl.planner.forms import Bools, Floats, Ints
 
 EXACT_UNITS = 8
-"""U_max: most units of the dynamic program."""
+"""U_max: most units of which all that could be best is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def assign(works: Sequence[float], lanes: int, num_nodes: int = 0) -> Lanes:
     if lanes >= len(works):
         return Lanes(tuple(range(len(works))), max(works), max(works))
     if len(works) <= EXACT_UNITS:
-        return SubsetProgram(works).assign(lanes)
+        return FewUnits(works).assign(lanes)
     found, least = largest_first(works, lanes), lower_bound(works, lanes)
     makespan = max(loads_of(works, found, lanes))
     if num_nodes and makespan > least * (1 + 1e-9):
@@ -95,15 +96,14 @@ def assign_grid(
     if max(tokens) > capacity:
         return None
     if len(works) <= EXACT_UNITS:
-        of_tokens = SubsetProgram(tokens)
-        allowed = of_tokens.solve(rounds) <= capacity
-        capped = SubsetProgram(works, allowed).assign(lanes)
+        allowed = makespans(subset_sums(tokens, by_size(works)), rounds) <= capacity
+        capped = FewUnits(works, allowed).assign(min(lanes, len(works)))
         if capped.makespan == np.inf:
             return None
         exact_rounds = [0] * len(works)
         for lane in set(capped.lane_of):
             units = [unit for unit, its in enumerate(capped.lane_of) if its == lane]
-            cut = SubsetProgram([tokens[unit] for unit in units]).assign(rounds)
+            cut = assign([tokens[unit] for unit in units], rounds)
             for unit, its_round in zip(units, cut.lane_of, strict=True):
                 exact_rounds[unit] = its_round
         return Grid(Lanes(capped.lane_of, capped.makespan, free.lower_bound), tuple(exact_rounds))
@@ -121,7 +121,13 @@ def largest_first(works: Sequence[float], lanes: int, order: Sequence[int] | Non
     Args:
         order: units, largest first, if the caller has them.
     """
-    order = order or by_size(works)
+    return fill_largest_first(works, lanes, order or by_size(works))[0]
+
+
+def fill_largest_first(
+    works: Sequence[float], lanes: int, order: Sequence[int]
+) -> tuple[list[int], tuple[float, int]]:
+    """As ``largest_first``, and the work and number of the busiest lane."""
     lane_of = [0] * len(works)
     # The largest find empty lanes.
     for lane, unit in enumerate(order[:lanes]):
@@ -134,7 +140,7 @@ def largest_first(works: Sequence[float], lanes: int, order: Sequence[int] | Non
         load, lane = heap[0]
         replace(heap, (load + works[unit], lane))
         lane_of[unit] = lane
-    return lane_of
+    return lane_of, max(heap)
 
 
 def by_size(works: Sequence[float]) -> list[int]:
@@ -150,14 +156,98 @@ def loads_of(works: Sequence[float], lane_of: Sequence[int], lanes: int) -> list
     return loads
 
 
-@lru_cache(maxsize=16)
-def _splits(num_units: int) -> tuple[Floats, Ints, Ints, Ints]:
-    """Membership [2^U, U] of each subset; every (part, rest) of each subset in turn, and where a subset's begin.
+class FewUnits:
+    """The best lanes of at most ``EXACT_UNITS`` units, by trying every way that could be best."""
+
+    def __init__(self, works: Sequence[float], allowed: Bools | None = None) -> None:
+        """
+        Args:
+            allowed: [2^U] whether a subset may share a lane, the largest unit being bit 0; None: every one may.
+        """
+        self.order = by_size(works)
+        self._sums = subset_sums(works, self.order)
+        self._loads = self._sums if allowed is None else np.where(allowed, self._sums, np.inf)
+        self._best: dict[int, tuple[list[int], list[float]]] = {}
+
+    def lanes(self, lanes: int) -> tuple[list[int], list[float]]:
+        """Units of each lane as bits, the largest unit being bit 0, and each lane's work; infinite: none is allowed.
+
+        Args:
+            lanes: at most as many as there are units.
+        """
+        if lanes not in self._best:
+            ways = _ways(len(self.order), lanes)
+            loads = self._loads.take(ways)
+            chosen = int(np.maximum.reduce(loads).argmin())
+            self._best[lanes] = ways[:, chosen].tolist(), loads[:, chosen].tolist()
+        return self._best[lanes]
+
+    def critical_lane(self, lanes: int) -> list[int]:
+        """Units of the busiest lane."""
+        subsets, loads = self.lanes(lanes)
+        return units_of(subsets[loads.index(max(loads))], self.order)
+
+    def assign(self, lanes: int) -> Lanes:
+        """Lane of each unit, the busiest lane as light as can be; infinite work if no assignment is allowed."""
+        lane_of = [0] * len(self.order)
+        subsets, loads = self.lanes(lanes)
+        for lane, subset in enumerate(subsets):
+            for unit in units_of(subset, self.order):
+                lane_of[unit] = lane
+        return Lanes(tuple(lane_of), max(loads), max(loads))
+
+
+def units_of(subset: int, order: Sequence[int]) -> list[int]:
+    """Units of a subset's bits, the largest unit being bit 0."""
+    return [unit for place, unit in enumerate(order) if subset >> place & 1]
+
+
+def subset_sums(works: Sequence[float], order: Sequence[int]) -> Floats:
+    """[2^U] work of each subset, the largest unit being bit 0."""
+    sums: Floats = _membership(len(works)) @ np.array([works[unit] for unit in order], dtype=np.float64)
+    return sums
+
+
+@lru_cache(maxsize=EXACT_UNITS)
+def _membership(num_units: int) -> Floats:
+    """[2^U, U]"""
+    return (np.arange(1 << num_units)[:, None] >> np.arange(num_units) & 1).astype(np.float64)
+
+
+@lru_cache(maxsize=EXACT_UNITS**2)
+def _ways(num_units: int, lanes: int) -> Ints:
+    """[s, N] ways to deal units out to lanes, as subsets, of which one is best whatever the works are.
+
+    No lane is empty, and who has a lane to itself is larger than who shares one: to change the two would not make the
+    busiest lane busier. Of 1701 ways to deal 8 units out to 4 lanes that leaves 236.
+    """
+    found: list[tuple[int, ...]] = []
+
+    def deal(rest: int, to_fill: int, subsets: tuple[int, ...]) -> None:
+        """Two units or more to each lane."""
+        if not to_fill:
+            if not rest:
+                found.append(subsets)
+            return
+        largest = rest & -rest
+        others = part = rest ^ largest
+        while part:
+            deal(others ^ part, to_fill - 1, (*subsets, largest | part))
+            part = (part - 1) & others
+
+    for alone in range(lanes + 1):
+        rest = (1 << num_units) - (1 << alone)
+        deal(rest, lanes - alone, tuple(1 << unit for unit in range(alone)))
+    return np.array(found).T.copy()
+
+
+@lru_cache(maxsize=EXACT_UNITS)
+def _splits(num_units: int) -> tuple[Ints, Ints, Ints]:
+    """Every (part, rest) of each subset in turn, and where a subset's begin.
 
     A part holds its subset's lowest unit, so that no split is counted twice.
     """
     sets = np.arange(1 << num_units)
-    membership = (sets[:, None] >> np.arange(num_units)) & 1
     parts, firsts = [0], [0]
     for whole in range(1, 1 << num_units):
         firsts.append(len(parts))
@@ -169,77 +259,17 @@ def _splits(num_units: int) -> tuple[Floats, Ints, Ints, Ints]:
                 break
             part = (part - 1) & rest
     counts = np.diff([*firsts, len(parts)])
-    rests = np.repeat(sets, counts) ^ np.array(parts)
-    return membership.astype(np.float64), np.array(parts), rests, np.array(firsts)
+    return np.array(parts), np.repeat(sets, counts) ^ np.array(parts), np.array(firsts)
 
 
-@lru_cache(maxsize=1 << EXACT_UNITS)
-def _splits_of(num_units: int, subset: int) -> tuple[Ints, Ints]:
-    """Every part and rest of one subset."""
-    _, parts, rests, firsts = _splits(num_units)
-    options = slice(firsts[subset], firsts[subset + 1] if subset + 1 < len(firsts) else None)
-    return parts[options], rests[options]
-
-
-def _halve(makespans: Floats, others: Floats, num_units: int) -> Floats:
-    """[2^U] best makespan of each subset, part of it on lanes of ``makespans`` and the rest on ``others``."""
-    _, parts, rests, firsts = _splits(num_units)
-    best: Floats = np.minimum.reduceat(np.maximum(makespans.take(parts), others.take(rests)), firsts)
+def makespans(sums: Floats, lanes: int) -> Floats:
+    """[2^U] least work of the busiest of so many lanes for each subset, by dynamic programming over subsets."""
+    if lanes == 1:
+        return sums
+    parts, rests, firsts = _splits(len(sums).bit_length() - 1)
+    many, few = makespans(sums, lanes - lanes // 2), makespans(sums, lanes // 2)
+    best: Floats = np.minimum.reduceat(np.maximum(many.take(parts), few.take(rests)), firsts)
     return best
-
-
-class SubsetProgram:
-    """Best makespans of all subsets of at most ``EXACT_UNITS`` units, on any number of lanes."""
-
-    def __init__(self, works: Sequence[float], allowed: Bools | None = None) -> None:
-        """
-        Args:
-            allowed: [2^U] whether a subset may share a lane; None: every one may.
-        """
-        self._num_units = len(works)
-        sums: Floats = _splits(len(works))[0] @ np.asarray(works, dtype=np.float64)
-        self._best = {1: sums if allowed is None else np.where(allowed, sums, np.inf)}
-        self.everything = (1 << len(works)) - 1
-
-    def solve(self, lanes: int) -> Floats:
-        """[2^U] best makespan of each subset."""
-        if lanes not in self._best:
-            many, few = self.solve(lanes - lanes // 2), self.solve(lanes // 2)
-            self._best[lanes] = _halve(many, few, self._num_units)
-        return self._best[lanes]
-
-    def split(self, subset: int, lanes: int) -> tuple[int, int, int, int]:
-        """The best halves of a subset and how many lanes each has."""
-        many, few = lanes - lanes // 2, lanes // 2
-        parts, rests = _splits_of(self._num_units, subset)
-        spans = np.maximum(self.solve(many).take(parts), self.solve(few).take(rests))
-        part = int(parts[spans.argmin()])
-        return part, many, subset ^ part, few
-
-    def critical_lane(self, lanes: int) -> int:
-        """Units of the busiest lane, as bits."""
-        subset = self.everything
-        while lanes > 1:
-            part, many, rest, few = self.split(subset, lanes)
-            is_first = self.solve(many)[part] >= self.solve(few)[rest]
-            subset, lanes = (part, many) if is_first else (rest, few)
-        return subset
-
-    def assign(self, lanes: int) -> Lanes:
-        """Lane of each unit, the busiest lane as light as can be; infinite work if no assignment is allowed."""
-        found, loads = [0] * self._num_units, []
-        open_parts = [(self.everything, lanes, 0)]
-        while open_parts:
-            subset, count, first = open_parts.pop()
-            if count > 1:
-                part, many, rest, few = self.split(subset, count)
-                open_parts += [(part, many, first), (rest, few, first + many)]
-                continue
-            loads.append(float(self._best[1][subset]))
-            for unit in range(self._num_units):
-                if subset >> unit & 1:
-                    found[unit] = first
-        return Lanes(tuple(found), max(loads), max(loads))
 
 
 def _branch(

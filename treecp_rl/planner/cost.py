@@ -246,18 +246,20 @@ class MemoryBudget:
         worst = max(peaks)
         if worst > self.bytes_per_rank:
             raise PlanError(
-                f"rank {peaks.index(worst)} needs {_gib(worst)} for the pass, the budget is "
-                f"{_gib(self.bytes_per_rank)}; {self._smallest_change(schedule, peaks)}"
+                f"rank {peaks.index(worst)} needs {in_gib(worst)} for the pass, the budget is "
+                f"{in_gib(self.bytes_per_rank)}; {self._smallest_change(schedule, peaks)}"
             )
 
     def _smallest_change(self, schedule: Schedule, peaks: tuple[int, ...]) -> str:
         if not schedule.resend:
             lean = max(self.peak_bytes(replace(schedule, resend=True)))
             if lean <= self.bytes_per_rank:
-                return f"with resend it needs {_gib(lean)}"
+                return f"with resend it needs {in_gib(lean)}"
         mean = sum(peaks) / len(peaks)
         if mean <= self.bytes_per_rank:
-            return f"the mean of the {len(peaks)} ranks is {_gib(mean)}: raise the degree of the largest tree"
+            return (
+                f"the mean of the {len(peaks)} ranks is {in_gib(mean)}: raise the degree of the largest tree"
+            )
         return f"raise the budget to {max(peaks)} bytes, or the number of ranks to {self._ranks(peaks)}"
 
     def _ranks(self, peaks: tuple[int, ...]) -> int:
@@ -265,5 +267,6 @@ class MemoryBudget:
         return -(-sum(peaks) // self.bytes_per_rank)
 
 
-def _gib(num_bytes: float) -> str:
+def in_gib(num_bytes: float) -> str:
+    """For errors: short, and exact where two numbers look alike."""
     return f"{num_bytes / 2**30:.2f} GiB ({round(num_bytes)} bytes)"

@@ -235,7 +235,9 @@ class CostTable:
     moved: Floats
     """[C, F] bytes sent by all ranks, all layers, all times that forward and backward run."""
     degree: Floats
-    """[C] ranks, which is also the fewest tokens that a tree needs."""
+    """[C] ranks, which is also the fewest tokens of a pass."""
+    is_split: Bools
+    """[C] whether the prompt has a pass of its own."""
 
     def seconds(self, features: Floats) -> Floats:
         """[..., C] predicted seconds of trees with ``features`` [..., F], each tree alone in its passes."""
@@ -247,6 +249,13 @@ class CostTable:
     def marginal_seconds(self, features: Floats) -> Floats:
         """[..., C] seconds that a tree adds to a pass on each of its ranks."""
         return self.seconds(features) - self.fixed
+
+    def has_tokens(self, features: Floats) -> Bools:
+        """[..., C] whether each pass has a token for each rank, but for rounds, which hold the prompt again."""
+        prompt = features[..., self.index.position["prompt"]][..., None]
+        responses = features[..., self.index.position["responses"]][..., None]
+        enough: Bools = self.degree <= prompt + np.where(self.is_split, 0.0, responses)
+        return enough
 
     def peak_bytes(self, features: Floats) -> Floats:
         """[..., C] most bytes that a rank holds for the tree."""
@@ -310,6 +319,7 @@ def cost_table(profile: ClusterProfile, options: RunOptions, chosen: tuple[Candi
         limits=np.stack([one.peak for one in rows] + [one.tokens for one in rows]),
         moved=np.stack([one.moved for one in rows]),
         degree=np.array([float(one.degree) for one in chosen]),
+        is_split=np.array([one.form == "split" for one in chosen]),
     )
 
 

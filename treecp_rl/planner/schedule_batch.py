@@ -65,6 +65,8 @@ LEAST_GAIN = 0.002
 """Distance of the best layout from a missed target at which the search stops."""
 FIRST_EXCESS = 0.025
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
+EASY_EXCESS = 0.006
+"""That a first layout mostly reaches from two trees a rank on; measured, not derived."""
 LEAST_EXCESS = 0.002
 LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 256
 """Layouts that are tried, and trees a pass that are laid in all: many trees need fewer tries, and more time each."""
@@ -246,9 +248,8 @@ class _Tasks:
         seconds = table.marginal_seconds(features)
         limits = product(features, table.limits)
         at = table.index.position
-        num_tokens = features[:, [at["prompt"], at["responses"]]].sum(axis=1, keepdims=True)
         group = features[:, at["group"]][:, None]
-        fits = fitting(table, limits, num_tokens, profile.memory.bytes_per_rank, options)
+        fits = fitting(table, features, limits, profile.memory.bytes_per_rank, options)
         fits &= np.array([one.lanes for one in table.candidates]) <= group
         room = self._room(limits, len(table.candidates))
         fits &= room <= 1.0
@@ -537,7 +538,7 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
     """
     least = tasks.least_seconds
     trees_a_rank = len(tasks.shared) / (num_passes * tasks.num_ranks)
-    missed, ratio = 1.0, 1.0 + max(LEAST_EXCESS, FIRST_EXCESS / trees_a_rank)
+    missed, ratio = 1.0, 1.0 + _first_excess(trees_a_rank)
     num_tries = max(LEAST_TRIES, min(MOST_TRIES, MOST_LAID * num_passes // len(tasks.shared)))
     limits = list(TREE_LIMITS[: max(2, num_tries // 4)])
     best: _Layout | None = None
@@ -563,6 +564,11 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
         num_missed = 0
         ratio = (missed + best_ratio) / 2
     return best
+
+
+def _first_excess(trees_a_rank: float) -> float:
+    fair = max(EASY_EXCESS, FIRST_EXCESS / trees_a_rank**2)
+    return max(LEAST_EXCESS, min(fair, FIRST_EXCESS / trees_a_rank))
 
 
 def _lay(

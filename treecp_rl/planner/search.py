@@ -9,29 +9,32 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from math import ceil
 
 import numpy as np
 
 from treecp_rl.errors import BatchError, PlanError
 from treecp_rl.planner.assign import (
     EXACT_UNITS,
+    FewUnits,
     Grid,
     Lanes,
-    SubsetProgram,
     assign,
     assign_grid,
     by_size,
-    largest_first,
+    fill_largest_first,
     loads_of,
+    lower_bound,
 )
+from treecp_rl.planner.cost import in_gib
 from treecp_rl.planner.forms import (
     Bools,
     Candidate,
     CostTable,
     FeatureIndex,
     Floats,
-    Ints,
     RunOptions,
     Space,
     candidates,
@@ -96,8 +99,7 @@ class Workload:
         per_token = token_pairs + tree.prompt + 0.5
         self.works = [r * (per_token + 0.5 * r) for r in tree.responses]
         """w_k of each response, in pairs: linear layers, the prompt's keys, its own."""
-        self._program: SubsetProgram | None = None
-        self._order: list[int] | None = None
+        self._filled: dict[int, tuple[list[int], tuple[float, int]]] = {}
 
     @property
     def prompt_work(self) -> float:
@@ -105,15 +107,9 @@ class Workload:
 
     def critical_lane(self, lanes: int) -> list[int]:
         """Units of the busiest of fewer lanes than units."""
-        works = self.works
-        if len(works) <= EXACT_UNITS:
-            bits = self._subsets().critical_lane(lanes)
-            return [i for i in range(len(works)) if bits >> i & 1]
-        if self._order is None:
-            self._order = by_size(works)
-        lane_of = largest_first(works, lanes, self._order)
-        loads = loads_of(works, lane_of, lanes)
-        busiest = loads.index(max(loads))
+        if len(self.works) <= EXACT_UNITS:
+            return self._few_units.critical_lane(lanes)
+        lane_of, (_, busiest) = self._fill(lanes)
         return [i for i, lane in enumerate(lane_of) if lane == busiest]
 
     @property
@@ -123,15 +119,26 @@ class Workload:
         return Grid(Lanes(nobody, work, work), nobody)
 
     def assign(self, lanes: int, polish_nodes: int) -> Lanes:
-        """Lane of each response."""
-        if lanes < len(self.works) <= EXACT_UNITS:
-            return self._subsets().assign(lanes)
-        return assign(self.works, lanes, polish_nodes)
+        """Lane of each unit."""
+        if lanes >= len(self.works) or (polish_nodes and len(self.works) > EXACT_UNITS):
+            return assign(self.works, lanes, polish_nodes)
+        if len(self.works) <= EXACT_UNITS:
+            return self._few_units.assign(lanes)
+        lane_of, (makespan, _) = self._fill(lanes)
+        return Lanes(tuple(lane_of), makespan, lower_bound(self.works, lanes))
 
-    def _subsets(self) -> SubsetProgram:
-        if self._program is None:
-            self._program = SubsetProgram(self.works)
-        return self._program
+    def _fill(self, lanes: int) -> tuple[list[int], tuple[float, int]]:
+        if lanes not in self._filled:
+            self._filled[lanes] = fill_largest_first(self.works, lanes, self._order)
+        return self._filled[lanes]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return by_size(self.works)
+
+    @cached_property
+    def _few_units(self) -> FewUnits:
+        return FewUnits(self.works)
 
 
 class TreeSearch:
@@ -155,13 +162,21 @@ class TreeSearch:
         self._profile, self._options, self._space, self._degrees = profile, options, space, degrees
         self._memory_bytes = profile.memory.bytes_per_rank if memory_bytes is None else memory_bytes
         self._token_pairs = token_pairs(profile)
-        self._tables: dict[int, CostTable] = {}
+        self._tables: dict[int, tuple[CostTable, CostTable]] = {}
 
     def table(self, num_responses: int) -> CostTable:
         """Coefficients of all candidates of such a tree."""
+        return self._both_tables(num_responses)[1]
+
+    def _both_tables(self, num_responses: int) -> tuple[CostTable, CostTable]:
+        """Of candidates of one round, and of all."""
         if num_responses not in self._tables:
             chosen = candidates(self._space, self._degrees, num_responses, self._profile.shape.num_kv_heads)
-            self._tables[num_responses] = cost_table(self._profile, self._options, chosen)
+            in_one_round = tuple(one for one in chosen if one.rounds == 1)
+            self._tables[num_responses] = (
+                cost_table(self._profile, self._options, in_one_round),
+                cost_table(self._profile, self._options, chosen),
+            )
         return self._tables[num_responses]
 
     def __call__(self, tree: TreeLengths, polish_nodes: int = 0) -> TreeChoice:
@@ -174,52 +189,88 @@ class TreeSearch:
         Raises:
             PlanError: no candidate fits; says what the leanest needs.
         """
-        table = self.table(len(tree.responses))
+        in_one_round, table = self._both_tables(len(tree.responses))
         workload = Workload(tree, self._token_pairs)
         features = tree_features(workload, table.index)
-        seconds = table.seconds(features)
+        # Rounds only ever add seconds: they matter where the fastest does not fit without.
+        found = self._first_settled(
+            workload,
+            in_one_round,
+            in_one_round.seconds(features),
+            features,
+            polish_nodes,
+            stops_at_misfit=True,
+        )
+        if found is None:
+            limits = table.limits @ features
+            fits = fitting(table, features, limits, self._memory_bytes, self._options)
+            seconds = np.where(fits, table.seconds(features), np.inf)
+            found = self._first_settled(workload, table, seconds, features, polish_nodes)
+            if found is None:
+                raise no_fit(tree, table, features, self._memory_bytes, self._options)
+        return found
+
+    def _first_settled(
+        self,
+        workload: Workload,
+        table: CostTable,
+        seconds: Floats,
+        features: Floats,
+        polish_nodes: int,
+        *,
+        stops_at_misfit: bool = False,
+    ) -> TreeChoice | None:
+        """The fastest candidate with its lanes and rounds as memory lets them be.
+
+        Args:
+            seconds: [C] of candidates, infinite of those that are known not to fit; changed.
+            stops_at_misfit: whether to give up where the fastest does not fit; else the next is tried.
+
+        Returns:
+            None: none fits, or it gave up.
+        """
         settled: dict[int, Grid] = {}
-        knows_fitting = False
         while True:
             best = int(seconds.argmin())
-            if seconds[best] == np.inf:
-                raise no_fit(tree, table, table.limits @ features, self._memory_bytes, self._options)
+            if seconds[best] == np.inf or (
+                stops_at_misfit and not self._fits(table, best, features, workload.tree)
+            ):
+                return None
             if best in settled:
-                break
-            # The fastest mostly fits; only where it does not is it worth to know which do.
-            if not knows_fitting and not self._fits(table, best, features, tree):
-                limits = table.limits @ features
-                fits = fitting(table, limits, tree.num_tokens, self._memory_bytes, self._options)
-                seconds[~fits] = np.inf
-                knows_fitting = True
-                continue
+                return self._choice(table, best, float(seconds[best]), features, settled[best])
             grid = self._as_scored(workload, table, best, features, polish_nodes)
             if grid is not None:
-                settled[best] = grid
-                break
+                return self._choice(table, best, float(seconds[best]), features, grid)
             # The table takes lanes as if memory let them be, and rounds as even: at most too fast.
             capacity = self._capacity(workload, table, best, features)
             grid = self._grid(workload, table.candidates[best], capacity, polish_nodes)
-            seconds[best] = np.inf if grid is None else self._seconds(workload, table, best, features, grid)
             if grid is not None:
                 settled[best] = grid
-        grid = settled[best]
+                seconds[best] = self._seconds(workload, table, best, features, grid)
+            elif stops_at_misfit:
+                return None
+            else:
+                seconds[best] = np.inf
+
+    def _choice(
+        self, table: CostTable, best: int, seconds: float, features: Floats, grid: Grid
+    ) -> TreeChoice:
         return TreeChoice(
             table.candidates[best],
-            float(seconds[best]),
+            seconds,
             float(table.limits[best] @ features),
             float(table.moved[best] @ features),
             grid.lanes.lane_of,
             grid.round_of,
             grid.lanes.makespan / grid.lanes.lower_bound - 1,
-            len(table.candidates),
+            len(self.table(len(grid.round_of)).candidates),
         )
 
     def _fits(self, table: CostTable, one: int, features: Floats, tree: TreeLengths) -> bool:
         """As ``fitting``, of one candidate."""
         room = self._options.tokens_per_rank
         return (
-            table.degree[one] <= tree.num_tokens
+            table.degree[one] <= (tree.prompt if table.is_split[one] else tree.num_tokens)
             and float(table.limits[one] @ features) <= self._memory_bytes
             and (room is None or float(table.limits[len(table.candidates) + one] @ features) <= room)
         )
@@ -345,17 +396,21 @@ def _zigzag_features(workload: Workload, index: FeatureIndex, lane_works: list[f
     cut: list[float] = []
     cut_tokens: list[float] = []
     for d, num_long in zip(index.degrees, long, strict=True):
-        num_cut = min(num_long, group - bisect_right(works, work / d))
-        count, tokens = cut_in_parts(ordered[group - num_cut :], works[group - num_cut :], work / d, d)
+        share = work / d
+        first = max(group - num_long, bisect_right(works, share))
+        if first == group:
+            is_uneven = d * busiest.get(d, works[-1]) > limit
+            cut.append(WRAPPED_CUT * (d - 1) if is_uneven else 0.0)
+            cut_tokens.append(0.0)
+            continue
+        count, tokens = cut_in_parts(ordered[first:], works[first:], share, d)
         lanes = even[bisect_right(even, d) - 1] if even and even[0] <= d else 1
-        if count and lanes > 1:
+        if lanes > 1:
             per_lane = d // lanes
             in_lanes = (group - bisect_left(ordered, 2 * per_lane * ZIGZAG_FLOOR)) if per_lane > 1 else 0
             lane_tokens = sums[in_lanes] * (per_lane - 1) / (d - 1)
             if lane_tokens <= tokens:
                 count, tokens = in_lanes / lanes, lane_tokens
-        elif not count and d * busiest.get(d, works[-1]) > limit:
-            count = WRAPPED_CUT * (d - 1)
         cut.append(count)
         cut_tokens.append(tokens)
     return [*long, *[sums[n] for n in long], *cut, *cut_tokens]
@@ -383,23 +438,23 @@ def cut_in_parts(responses: list[int], works: list[float], share: float, degree:
 
 
 def fitting(
-    table: CostTable, limits: Floats, num_tokens: int | Ints, memory_bytes: float, options: RunOptions
+    table: CostTable, features: Floats, limits: Floats, memory_bytes: float, options: RunOptions
 ) -> Bools:
-    """[..., C] which candidates a tree with ``limits`` [..., 2 C] may take; ``num_tokens`` [..., 1]."""
+    """[..., C] which candidates a tree with ``features`` [..., F] and ``limits`` [..., 2 C] may take."""
     count = len(table.candidates)
     fits: Bools = limits[..., :count] <= memory_bytes
-    fits &= table.degree <= num_tokens
+    fits &= table.has_tokens(features)
     if options.tokens_per_rank is not None:
         fits &= limits[..., count:] <= options.tokens_per_rank
     return fits
 
 
 def no_fit(
-    tree: TreeLengths, table: CostTable, limits: Floats, memory_bytes: float, options: RunOptions
+    tree: TreeLengths, table: CostTable, features: Floats, memory_bytes: float, options: RunOptions
 ) -> PlanError:
     """What to say of a tree that nothing fits."""
-    count = len(table.candidates)
-    possible = table.degree <= tree.num_tokens
+    count, limits = len(table.candidates), table.limits @ features
+    possible = table.has_tokens(features)
     leanest = int(np.where(possible, limits[:count], np.inf).argmin())
     need, have = float(limits[leanest]), memory_bytes
     ranks = int(table.degree.max())
@@ -413,16 +468,16 @@ def no_fit(
                 f"{-(-longest // ranks)} or more, or the ranks"
             )
         return PlanError(
-            f"a tree of {tree.num_tokens} tokens needs {tokens:.0f} tokens a rank on {ranks} ranks, the budget is "
+            f"a tree of {tree.num_tokens} tokens needs {ceil(tokens)} tokens a rank on {ranks} ranks, the budget is "
             f"{options.tokens_per_rank}; raise tokens_per_rank or the ranks"
         )
     if need <= have:
         return PlanError(
             f"a tree of {tree.num_tokens} tokens (longest response {max(tree.responses)}) has no rounds that fit "
-            f"{have / 2**30:.2f} GiB a rank; raise the ranks, now {ranks}, or shorten its rows"
+            f"{in_gib(have)} a rank; raise the ranks, now {ranks}, or shorten its rows"
         )
     return PlanError(
-        f"a tree of {tree.num_tokens} tokens (prompt {tree.prompt}) needs {need / 2**30:.2f} GiB a rank by its "
-        f"leanest plan ({table.candidates[leanest]}), a rank has {have / 2**30:.2f} GiB; raise the ranks, now "
+        f"a tree of {tree.num_tokens} tokens (prompt {tree.prompt}) needs {in_gib(need)} a rank by its "
+        f"leanest plan ({table.candidates[leanest]}), a rank has {in_gib(have)}; raise the ranks, now "
         f"{ranks}, or shorten its rows"
     )
