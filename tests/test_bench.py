@@ -33,6 +33,20 @@ def test_peak_counts_what_is_held_at_one_time():
     assert peak_bytes(lambda: None) == 0
 
 
+def test_what_was_there_before_is_not_taken_off():
+    """A step that drops the last step's gradients, which the profiler saw come, or did not."""
+    size = 1 << 20
+    kept = [torch.empty(size, dtype=torch.uint8)]
+
+    def replace():
+        kept.clear()
+        kept.append(torch.empty(size, dtype=torch.uint8))
+
+    assert [peak_bytes(replace) for _ in range(3)] == [size] * 3
+    replace()
+    assert peak_bytes(replace) == size
+
+
 def test_peak_sees_scratch_space_inside_an_operator():
     query = torch.randn(1, 1, 512, 8)
 

@@ -1,7 +1,7 @@
-"""This machine, a model -> a measured ClusterProfile; with ``--check`` how well it predicts and ranks plans.
+"""This machine or cluster, a model -> a measured ClusterProfile; with ``--check`` how well it predicts and ranks plans.
 
 Steps of the real engine on random trees are timed on one rank and split by least squares into what a pass, a token, a
-pair, a tile and a scored token cost; exchanges between two processes give latency and seconds a byte. On a CPU, time
+pair, a tile and a scored token cost; exchanges between ranks give latency and seconds a byte. On a CPU, time
 is CPU time of one thread, since ranks that share cores say little by wall time.
 """
 
@@ -13,25 +13,22 @@ import os
 import platform
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from transformers import PretrainedConfig
 
 from treecp_rl.bench.cp_plans import planned_step
 from treecp_rl.bench.cp_ranks import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Job, run_world
+from treecp_rl.bench.links import Launch, MeasuredLinks, fit_terms, launched, measure_links
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.shapes import Point
-from treecp_rl.collectives import Traffic, exchange
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import PassOptions, RowScores, plan_passes, run_passes
 from treecp_rl.engine.shares import shape_of
@@ -44,7 +41,6 @@ from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, Tile
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import load_config, random_model, tiny_config
-from treecp_rl.verify.ranks import join_world
 
 Floats = npt.NDArray[np.float64]
 
@@ -72,13 +68,13 @@ RANK_KINDS: tuple[Mode, ...] = (
 )
 """Kinds whose steps on two ranks say what passes, tiles, stages, moves and bytes cost."""
 RANK_POINTS = 10
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TERMS = ("pass", "token", "pair", "tile", "scored token")
-TRANSPORTS = ("all-to-all", "point-to-point")
 MEMORY_TOKENS = (256, 768)
-LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+RANKS_PER_NODE = 8
+"""Of a profile, where nothing says how many."""
 MEMORY_PART = 0.5
 """Of the memory that is free on this machine, what its ranks' passes may hold."""
-LINK_TIMEOUT_SECONDS = 300.0
 CHECK_TIMEOUT_SECONDS = 1800.0
 _UNBOUNDED = 1 << 40
 
@@ -98,7 +94,8 @@ class CalibrateOptions:
     """Of a prompt, and of a tree's responses together."""
     repeats: int = 3
     threads: int = 1
-    ranks_per_node: int = 8
+    ranks_per_node: int | None = None
+    """None: as launched, or 8."""
     check: bool = False
     check_points: int = 4
 
@@ -113,7 +110,7 @@ class Calibration:
     held_out_error: float
     """Median relative error of the steps that were not."""
     links: Mapping[str, Link]
-    """What exchanges between two processes take by themselves, by transport."""
+    """What exchanges take by themselves, by transport, inside a node and between nodes."""
     kendall_tau: float | None = None
     """Of predicted and measured order of kinds of plan at world 2, mean over points; None: not checked."""
     plan_error: float | None = None
@@ -133,18 +130,24 @@ class Calibration:
         }
 
 
-def calibrate(options: CalibrateOptions, progress: Callable[[str], None] = lambda line: None) -> Calibration:
-    """Measure a profile.
+def calibrate(
+    options: CalibrateOptions, progress: Callable[[str], None] = lambda line: None
+) -> Calibration | None:
+    """Measure a profile. Under torchrun every rank enters; the first measures all but links, and has the result.
 
     Raises:
-        ConfigError: a model that cannot run here, or too few trees to fit.
+        ConfigError: a model that cannot run here, too few trees to fit, or a launch that cannot be measured.
     """
-    if options.num_trees < 3 * len(TERMS):
-        raise ConfigError(
-            f"{options.num_trees} trees for {len(TERMS)} terms; measure {3 * len(TERMS)} or more"
-        )
+    launch = launched()
+    _require_measurable(options, launch)
+    config = _config(options)
+    # First: the other ranks then leave a quiet machine to what computes.
+    links = measure_links(launch, options.threads)
+    if launch is not None and launch.rank > 0:
+        return None
+    progress("link: " + ", ".join(f"{name} {_link_text(link)}" for name, link in links.by_name.items()))
     torch.set_num_threads(options.threads)
-    model = _model(options)
+    model = _model(config, options)
     trees = _random_trees(options)
     forward, both = _timed(model, trees, options, progress)
     features = np.array([_features(tree) for tree in trees])
@@ -152,25 +155,49 @@ def calibrate(options: CalibrateOptions, progress: Callable[[str], None] = lambd
     terms_forward = fit_terms(features[fitted], forward[fitted])
     terms_backward = fit_terms(features[fitted], (both - forward)[fitted])
     errors = np.abs(features @ (terms_forward + terms_backward) / both - 1)
-    links = _measure_links(options.threads)
-    progress("link: " + ", ".join(f"{name} {_link_text(link)}" for name, link in links.items()))
     activation_bytes = kept, checkpointed = [
         _activation_bytes(model, checkpointing=checkpointing) for checkpointing in (False, True)
     ]
     progress(f"activations outside of attention: {kept} bytes a token kept, {checkpointed} checkpointed")
-    profile = _profile(options, model, terms_forward, terms_backward, links["all-to-all"], activation_bytes)
-    if _is_small_model(options):
-        profile = _with_ranks(profile, options)
-    found = Calibration(profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])), links)
+    profile = _profile(options, model, terms_forward, terms_backward, links, activation_bytes)
+    if _runs_plans(options):
+        profile = _with_ranks(profile, options, links)
+    found = Calibration(
+        profile, float(np.median(errors[fitted])), float(np.median(errors[~fitted])), links.by_name
+    )
     return check(found, options) if options.check else found
 
 
-def _is_small_model(options: CalibrateOptions) -> bool:
-    """Whether it is the model that ``bench cp`` shards over ranks."""
-    return options.model_config is None and options.num_layers is None and options.dtype == "float32"
+def _require_measurable(options: CalibrateOptions, launch: Launch | None) -> None:
+    """
+    Raises:
+        ConfigError: says what cannot be measured.
+    """
+    if options.num_trees < 3 * len(TERMS):
+        raise ConfigError(
+            f"{options.num_trees} trees for {len(TERMS)} terms; measure {3 * len(TERMS)} or more"
+        )
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {options.dtype}: choose {' or '.join(DTYPES)}")
+    if launch is not None and options.ranks_per_node not in (None, launch.ranks_per_node):
+        raise ConfigError(
+            f"--ranks-per-node {options.ranks_per_node}, but {launch.ranks_per_node} ranks a node were launched; "
+            "leave it out"
+        )
+    if options.check and not _runs_plans(options):
+        raise ConfigError(
+            "--check runs the small float32 model of bench cp on CPU ranks; leave out --model-config, --num-layers and "
+            f"--dtype, on a machine whose device is cpu (here {_device().type})"
+        )
 
 
-def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterProfile:
+def _runs_plans(options: CalibrateOptions) -> bool:
+    """Whether it is the model that ``bench cp`` shards over CPU ranks."""
+    is_small = options.model_config is None and options.num_layers is None and options.dtype == "float32"
+    return is_small and _device().type == "cpu"
+
+
+def _with_ranks(profile: ClusterProfile, options: CalibrateOptions, links: MeasuredLinks) -> ClusterProfile:
     """What FSDP2 adds to a pass and a step, and moves to a layer: plans of several kinds on two ranks, against what
     the profile says of them without. What two ranks on one machine take more of everything is in the first term."""
     points = tuple(_random_group(number, options.most_tokens) for number in range(RANK_POINTS))
@@ -207,7 +234,7 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions) -> ClusterPr
         move_s=of_move,
         gradient_sync_s=of_sync,
         node_link=link,
-        cluster_link=link,
+        cluster_link=profile.cluster_link if links.cluster else link,
     )
 
 
@@ -246,14 +273,14 @@ def _random_group(number: int, most_tokens: int) -> Point:
     return Point(f"group {number}", prompt, responses, group * prompt + sum(responses))
 
 
-def _model(options: CalibrateOptions) -> torch.nn.Module:
+def _config(options: CalibrateOptions) -> PretrainedConfig:
     if options.model_config is None:
-        config = tiny_config(VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=options.num_layers or NUM_LAYERS)
-    else:
-        config = load_config(options.model_config, options.num_layers, None)
-    dtype = getattr(torch, options.dtype, None)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"--dtype {options.dtype}: choose float32 or bfloat16")
+        return tiny_config(VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=options.num_layers or NUM_LAYERS)
+    return load_config(options.model_config, options.num_layers, None)
+
+
+def _model(config: PretrainedConfig, options: CalibrateOptions) -> torch.nn.Module:
+    dtype = DTYPES[options.dtype]
     model = random_model(config, dtype, drawn_in=dtype)
     prepare_model(model)
     return model.to(_device())
@@ -335,31 +362,18 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def fit_terms(features: Floats, seconds: Floats) -> Floats:
-    """Terms of 0 or more that predict ``seconds`` with the least squared relative error.
-
-    A term that comes out negative is noise: it is left out and the rest is fitted again.
-    """
-    scaled = features / seconds[:, None]
-    used = list(range(features.shape[1]))
-    terms = np.zeros(features.shape[1])
-    while used:
-        found, *_ = np.linalg.lstsq(scaled[:, used], np.ones(len(seconds)), rcond=None)
-        if found.min() >= 0:
-            terms[used] = found
-            break
-        used.pop(int((found * scaled[:, used].mean(axis=0)).argmin()))
-    return terms
-
-
 def _profile(
     options: CalibrateOptions,
     model: torch.nn.Module,
     forward: Floats,
     backward: Floats,
-    link: Link,
+    links: MeasuredLinks,
     activation_bytes: Sequence[int],
 ) -> ClusterProfile:
+    # Where there is nothing between nodes, or inside one, the other stands in.
+    node_link, cluster_link = (
+        one["all-to-all"] for one in (links.node or links.cluster, links.cluster or links.node)
+    )
     config, shape = model.config, shape_of(model)
     layers = shape.num_layers
     # Regression may find no trace of a term that is small beside noise; a profile needs these two above 0.
@@ -371,22 +385,27 @@ def _profile(
         sources=(
             f"treecp-rl calibrate: {options.num_trees} trees, {options.dtype}, {options.threads} threads, torch "
             f"{torch.__version__}, {platform.machine()} {_device().type}",
-            "link: two processes of one node; nothing was measured between nodes, the same is written for it",
-            "of the small model, passes and gradients (FSDP2), tiles, stages, moves and bytes from plans on two ranks",
+            links.source,
+            "passes and gradients (FSDP2), tiles, stages, moves and bytes inside a node: "
+            + (
+                "plans on two ranks"
+                if _runs_plans(options)
+                else "not measured, none of them is charged but bytes"
+            ),
             "overlap 0: not measured",
             f"activation bytes: peaks of steps of {MEMORY_TOKENS[0]} and {MEMORY_TOKENS[1]} tokens, less attention's",
         ),
         model=f"{config.model_type}, {layers} layers, hidden {config.hidden_size}",
         shape=shape,
-        ranks_per_node=options.ranks_per_node,
+        ranks_per_node=options.ranks_per_node or links.ranks_per_node or RANKS_PER_NODE,
         dense_forward=Affine(0.0, max(tiny, forward[1] / layers)),
         dense_backward=Affine(0.0, backward[1] / layers),
         head_forward=Affine(0.0, forward[4]),
         head_backward=Affine(0.0, backward[4]),
         attention_forward=TileCost(forward[3] / layers, max(tiny, forward[2] / layers)),
         attention_backward=TileCost(backward[3] / layers, backward[2] / layers),
-        node_link=link,
-        cluster_link=link,
+        node_link=node_link,
+        cluster_link=cluster_link,
         layer_forward_s=forward[0] / layers,
         layer_backward_s=backward[0] / layers,
         stage_s=0.0,
@@ -429,57 +448,12 @@ def _activation_bytes(model: torch.nn.Module, *, checkpointing: bool) -> int:
     return max(0, round(more / (MEMORY_TOKENS[1] - MEMORY_TOKENS[0])))
 
 
-def _measure_links(threads: int) -> dict[str, Link]:
-    """Latency and seconds a byte of exchanges between two processes, as one all-to-all and as messages."""
-    with tempfile.TemporaryDirectory(prefix="treecp-link-") as folder:
-        mp.start_processes(_link_rank, (threads, folder), nprocs=2, join=True, start_method="spawn")
-        seconds = np.load(Path(folder) / "seconds.npy")
-    features = np.array([[1.0, size] for size in LINK_BYTES])
-    links = {}
-    for name, of_transport in zip(TRANSPORTS, seconds, strict=True):
-        latency, per_byte = fit_terms(features, of_transport)
-        links[name] = Link(float(latency), float(max(per_byte, 1e-15)))
-    return links
-
-
 def _link_text(link: Link) -> str:
     return f"{link.latency_s * 1e6:.0f} us and {1e-9 / link.per_byte_s:.2f} GB/s"
 
 
-def _link_rank(rank: int, threads: int, folder: str) -> None:
-    torch.set_num_threads(threads)
-    join_world(rank, 2, f"{folder}/rendezvous")
-    medians = [
-        [_exchange_seconds(rank, size, is_sparse) for size in LINK_BYTES] for is_sparse in (False, True)
-    ]
-    if rank == 0:
-        np.save(Path(folder) / "seconds.npy", np.array(medians))
-    dist.destroy_process_group()
-
-
-def _exchange_seconds(rank: int, num_bytes: int, is_sparse: bool) -> float:
-    """Median of ten exchanges with the other rank, after two for warming up."""
-    sizes = [num_bytes if other != rank else 0 for other in range(2)]
-    runs = []
-    for _ in range(12):
-        outgoing = [torch.zeros(count, dtype=torch.uint8) for count in sizes]
-        dist.barrier()
-        start = time.perf_counter()
-        exchange(outgoing, sizes, dist.group.WORLD, Traffic(), is_sparse=is_sparse).wait()
-        runs.append(time.perf_counter() - start)
-    return statistics.median(runs[2:])
-
-
 def check(found: Calibration, options: CalibrateOptions) -> Calibration:
-    """Run kinds of plan at world 2 and compare seconds and order with the profile's.
-
-    Raises:
-        ConfigError: another model than the one that ``bench cp`` trains.
-    """
-    if not _is_small_model(options):
-        raise ConfigError(
-            "--check runs the small float32 model of bench cp; leave out --model-config and --dtype"
-        )
+    """Run kinds of plan at world 2 and compare seconds and order with the profile's."""
     # Others than those that the profile was measured with.
     points = [_random_group(RANK_POINTS + n, options.most_tokens) for n in range(options.check_points)]
     job = Job(

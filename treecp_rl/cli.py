@@ -218,7 +218,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Times steps of the engine on random trees, and exchanges between two processes; writes a profile."
+        "Times steps of the engine on random trees, and exchanges between two processes, or between all ranks that "
+        "torchrun started on one or more nodes; writes a profile."
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the profile")
     parser.add_argument("--name", default="measured", help="of the profile")
@@ -233,7 +234,9 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=_positive, default=3)
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")
-    parser.add_argument("--ranks-per-node", type=_positive, default=8)
+    parser.add_argument(
+        "--ranks-per-node", type=_positive, metavar="N", help="of the profile; default: as launched, or 8"
+    )
     parser.add_argument(
         "--check", action="store_true", help="run kinds of plan at world 2; report error and order"
     )
@@ -424,6 +427,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         ),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    if found is None:
+        return 0
     save_profile(found.profile, options.output)
     _print(found.as_json(), render(found), options.json)
     return 0
