@@ -98,7 +98,7 @@ def predicted(tree: TreeLengths, way: Way, ranks: int, shape: ModelShape) -> tup
     """From lengths alone: a fused pass, or prefill and replay."""
     planned = PlannedTree(0, way.candidate(ranks), 0, 0.0, (0,) * len(tree.responses))
     one = PlannedPass((planned,), 0.0)
-    ((_, passes),) = lower_plan(BatchPlan("auto", ranks, "", (one,), 0.0), [tree])
+    ((_, passes),) = lower_plan(BatchPlan("auto", ranks, "", (one,), 0.0, None), [tree])
     found = [bytes_sent(each.schedule, shape) for each in passes]
     layers = shape.num_layers
     return tuple(

@@ -41,6 +41,7 @@ from treecp_rl.planner.forms import (
     cost_table,
     pass_fixed_seconds,
     token_pairs,
+    weights_of,
 )
 from treecp_rl.planner.lower_plan import lower_plan
 from treecp_rl.planner.profile import ClusterProfile, load_profile
@@ -117,9 +118,8 @@ def costs_of(trees: Sequence[TreeLengths], num_ranks: int, profile: ClusterProfi
     table = cost_table(profile, options, tuple(one for some in by_degree for one in some))
     features = batch_features(trees, table.index, token_pairs(profile))
     seconds, limits = table.marginal_seconds(features), features @ table.limits.T
-    num_tokens = np.array([[tree.num_tokens] for tree in trees])
     room = limits[:, : len(table.candidates)] / (MEMORY_PART * profile.memory.bytes_per_rank)
-    fits = fitting(table, limits, num_tokens, profile.memory.bytes_per_rank, options) & (room <= 1.0)
+    fits = fitting(table, features, limits, profile.memory.bytes_per_rank, options) & (room <= 1.0)
     fits &= np.array([one.lanes for one in table.candidates]) <= [[len(tree.responses)] for tree in trees]
     seconds[~fits] = np.inf
     for tree in np.flatnonzero(~fits.any(axis=1)):
@@ -187,9 +187,8 @@ def by_schedules(assignment: Assignment, costs: Costs, profile: ClusterProfile) 
         planned = PlannedTree(tree, costs.chosen[tree][place.level], place.first_rank, seconds)
         passes[place.pass_number].append(planned)
     # Trees of a pass are lowered in their order.
-    plan = BatchPlan(
-        "auto", costs.num_ranks, "", tuple(PlannedPass(tuple(one), 0.0) for one in passes if one), 0.0
-    )
+    of_passes = tuple(PlannedPass(tuple(one), 0.0) for one in passes if one)
+    plan = BatchPlan("auto", costs.num_ranks, "", of_passes, 0.0, weights_of(profile, RunOptions()))
     lowered = [one for _, of_pass in lower_plan(plan, costs.trees) for one in of_pass]
     return predict(lowered, profile, RunOptions()).seconds
 

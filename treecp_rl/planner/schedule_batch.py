@@ -124,8 +124,8 @@ class BatchPlan:
     """Digest of the profile it was planned for."""
     passes: tuple[PlannedPass, ...]
     lower_bound_seconds: float
-    weights: Weights | None = None
-    """The profile's, for the placements of its trees."""
+    weights: Weights | None
+    """The profile's, for the placements of its trees; None: those of a mode that nobody planned."""
     sync_seconds: float = 0.0
     """Of the step whatever its passes, in the bound, too."""
 
