@@ -1,6 +1,7 @@
 """Random batches -> every forced kind of plan and the planner's, timed -> how far its choice is from the fastest.
 
-    python benchmarks/planner_reality.py --profile PROFILE.json --output planner_reality.json
+    treecp-rl calibrate --plan-ranks 2 --output two.json ... --plan-ranks 4 --output four.json
+    python benchmarks/planner_reality.py --profiles 2=two.json,4=four.json --output planner_reality.json
 
 Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one
 domain); time is CPU time, of each rank the least of the repeats, maximum over ranks. Lowering is in it; plans of
@@ -92,8 +93,9 @@ def summary_of(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", required=True, help="of treecp-rl calibrate on this machine")
-    parser.add_argument("--world-sizes", default="2,4")
+    parser.add_argument(
+        "--profiles", required=True, metavar="RANKS=FILE,...", help="of treecp-rl calibrate on this machine"
+    )
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument(
         "--most-tokens", type=int, default=768, help="of a prompt, and of a group's responses"
@@ -108,10 +110,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     points = [random_batch(rng, number, arguments.most_tokens) for number in range(arguments.batches)]
-    profile = load_profile(arguments.profile)
+    named = (one.split("=", 1) for one in arguments.profiles.split(","))
+    profiles = {int(ranks): load_profile(file) for ranks, file in named}
     kinds: tuple[Mode, ...] = ("auto", *FORCED_KINDS)
     records, summary = [], {}
-    for world_size in map(int, arguments.world_sizes.split(",")):
+    for world_size, profile in profiles.items():
         job = Job(
             world_size,
             tuple(points),
@@ -130,7 +133,7 @@ def main() -> None:
         records += found
         print(world_size, json.dumps(summary[f"world_{world_size}"]), flush=True)
         report = {
-            "profile": profile.digest,
+            "profiles": {ranks: one.digest for ranks, one in profiles.items()},
             "repeats": [arguments.repeats, arguments.close_repeats, arguments.duel_repeats],
             "machine": platform.machine(),
             "summary": summary,

@@ -40,6 +40,10 @@ def test_what_cannot_be_measured_is_named(tmp_path):
         calibrate(CalibrateOptions(num_trees=3))
     with pytest.raises(ConfigError, match="choose float32 or bfloat16"):
         calibrate(CalibrateOptions(dtype="int8"))
+    with pytest.raises(ConfigError, match=r"--plan-ranks 3: choose from 2, 4, 8"):
+        calibrate(CalibrateOptions(plan_ranks=3))
+    with pytest.raises(ConfigError, match=r"--check runs the small float32 model .* \(here cpu\)"):
+        calibrate(CalibrateOptions(num_layers=2, check=True))
     with pytest.raises(ConfigError, match="no such file"):
         calibrate(CalibrateOptions(model_config=str(tmp_path / "none")))
 

@@ -66,8 +66,9 @@ RANK_KINDS: tuple[Mode, ...] = (
     "split_gather",
     "split_move_q",
 )
-"""Kinds whose steps on two ranks say what passes, tiles, stages, moves and bytes cost."""
+"""Kinds whose steps on ranks of this machine say what passes, tiles, stages, moves and bytes cost."""
 RANK_POINTS = 10
+PLAN_RANKS = (2, 4, 8)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TERMS = ("pass", "token", "pair", "tile", "scored token")
 MEMORY_TOKENS = (256, 768)
@@ -96,6 +97,8 @@ class CalibrateOptions:
     threads: int = 1
     ranks_per_node: int | None = None
     """None: as launched, or 8."""
+    plan_ranks: int = 2
+    """Ranks on which plans are run: as many as share a machine in a run, where they share its cores."""
     check: bool = False
     check_points: int = 4
 
@@ -112,7 +115,7 @@ class Calibration:
     links: Mapping[str, Link]
     """What exchanges take by themselves, by transport, inside a node and between nodes."""
     kendall_tau: float | None = None
-    """Of predicted and measured order of kinds of plan at world 2, mean over points; None: not checked."""
+    """Of predicted and measured order of kinds of plan, mean over points; None: not checked."""
     plan_error: float | None = None
     """Median relative error of those steps."""
     orders: tuple[dict[str, Any], ...] = ()
@@ -184,6 +187,8 @@ def _require_measurable(options: CalibrateOptions, launch: Launch | None) -> Non
             f"--ranks-per-node {options.ranks_per_node}, but {launch.ranks_per_node} ranks a node were launched; "
             "leave it out"
         )
+    if options.plan_ranks not in PLAN_RANKS:
+        raise ConfigError(f"--plan-ranks {options.plan_ranks}: choose from {', '.join(map(str, PLAN_RANKS))}")
     if options.check and not _runs_plans(options):
         raise ConfigError(
             "--check runs the small float32 model of bench cp on CPU ranks; leave out --model-config, --num-layers and "
@@ -198,11 +203,12 @@ def _runs_plans(options: CalibrateOptions) -> bool:
 
 
 def _with_ranks(profile: ClusterProfile, options: CalibrateOptions, links: MeasuredLinks) -> ClusterProfile:
-    """What FSDP2 adds to a pass and a step, and moves to a layer: plans of several kinds on two ranks, against what
-    the profile says of them without. What two ranks on one machine take more of everything is in the first term."""
+    """What FSDP2 adds to a pass and a step, and moves to a layer: plans of several kinds on some ranks, against what
+    the profile says of them without. What ranks that share a machine take more of everything is in the first term."""
     points = tuple(_random_group(number, options.most_tokens) for number in range(RANK_POINTS))
     repeats = max(3, options.repeats)
-    job = Job(2, points, RANK_KINDS, repeats, options.threads, profile, counts_memory=False)
+    num_ranks = options.plan_ranks
+    job = Job(num_ranks, points, RANK_KINDS, repeats, options.threads, profile, counts_memory=False)
     nothing = Link(0.0, 0.0)
     bare = replace(profile, stage_s=0.0, node_link=nothing, cluster_link=nothing)
     one_each = (
@@ -217,8 +223,8 @@ def _with_ranks(profile: ClusterProfile, options: CalibrateOptions, links: Measu
     for point, kinds in zip(points, run_world(job, CHECK_TIMEOUT_SECONDS), strict=True):
         rows = point.rows(VOCAB_SIZE)
         for kind, measured in zip(RANK_KINDS, kinds, strict=True):
-            known = planned_step(rows, kind, bare, 2).predicted_seconds
-            more = [planned_step(rows, kind, one, 2).predicted_seconds - known for one in one_each]
+            known = planned_step(rows, kind, bare, num_ranks).predicted_seconds
+            more = [planned_step(rows, kind, one, num_ranks).predicted_seconds - known for one in one_each]
             features.append([known, *more])
             seconds.append(measured.cpu_seconds)
     terms = fit_terms(np.array(features), np.array(seconds))
@@ -265,7 +271,7 @@ def _scaled(profile: ClusterProfile, scale: float) -> ClusterProfile:
 
 
 def _random_group(number: int, most_tokens: int) -> Point:
-    """A group for two ranks, the same for each number."""
+    """A group to run on ranks, the same for each number."""
     rng = random.Random(number)
     prompt, total = (round(2 ** rng.uniform(6, math.log2(most_tokens))) for _ in range(2))
     group = rng.choice([4, 8])
@@ -388,7 +394,7 @@ def _profile(
             links.source,
             "passes and gradients (FSDP2), tiles, stages, moves and bytes inside a node: "
             + (
-                "plans on two ranks"
+                f"plans on {options.plan_ranks} ranks"
                 if _runs_plans(options)
                 else "not measured, none of them is charged but bytes"
             ),
@@ -453,11 +459,11 @@ def _link_text(link: Link) -> str:
 
 
 def check(found: Calibration, options: CalibrateOptions) -> Calibration:
-    """Run kinds of plan at world 2 and compare seconds and order with the profile's."""
+    """Run kinds of plan and compare seconds and order with the profile's."""
     # Others than those that the profile was measured with.
     points = [_random_group(RANK_POINTS + n, options.most_tokens) for n in range(options.check_points)]
     job = Job(
-        2,
+        options.plan_ranks,
         tuple(points),
         CHECKED_KINDS,
         options.repeats,
@@ -513,7 +519,7 @@ def render(found: Calibration) -> str:
     ]
     if found.kendall_tau is not None:
         lines.append(
-            f"plans at world 2: order tau {found.kendall_tau:.2f}, median error {found.plan_error:.1%}, chosen plan "
+            f"plans over ranks: order tau {found.kendall_tau:.2f}, median error {found.plan_error:.1%}, chosen plan "
             f"at most {max(one['regret'] for one in found.orders):.1%} above the fastest"
         )
     return "\n".join(lines)

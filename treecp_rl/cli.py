@@ -238,7 +238,14 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=_positive, metavar="N", help="of the profile; default: as launched, or 8"
     )
     parser.add_argument(
-        "--check", action="store_true", help="run kinds of plan at world 2; report error and order"
+        "--plan-ranks",
+        type=_positive,
+        default=2,
+        metavar="2|4|8",
+        help="CPU ranks on which plans are run; as many as share this machine in a run",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run more plans on these ranks; report error and order"
     )
     parser.add_argument("--check-points", type=_positive, default=4, help="batches of --check")
     parser.add_argument("--json", action="store_true", help="print the report as JSON only")
@@ -422,6 +429,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             repeats=options.repeats,
             threads=options.threads,
             ranks_per_node=options.ranks_per_node,
+            plan_ranks=options.plan_ranks,
             check=options.check,
             check_points=options.check_points,
         ),

@@ -115,19 +115,19 @@ def assign_grid(
     return Grid(Lanes(tuple(lane_of), makespan, free.lower_bound), round_of)
 
 
-def largest_first(works: Sequence[float], lanes: int, order: Sequence[int] | None = None) -> list[int]:
-    """Each unit, the largest first, to the lightest lane: at most 4/3 - 1/(3 s) of the best (Graham 1969).
-
-    Args:
-        order: units, largest first, if the caller has them.
-    """
-    return fill_largest_first(works, lanes, order or by_size(works))[0]
+def largest_first(works: Sequence[float], lanes: int) -> list[int]:
+    """Each unit, the largest first, to the lightest lane: at most 4/3 - 1/(3 s) of the best (Graham 1969)."""
+    return fill_largest_first(works, lanes, by_size(works))[0]
 
 
 def fill_largest_first(
     works: Sequence[float], lanes: int, order: Sequence[int]
 ) -> tuple[list[int], tuple[float, int]]:
-    """As ``largest_first``, and the work and number of the busiest lane."""
+    """As ``largest_first``, and the work and number of the busiest lane.
+
+    Args:
+        order: units, largest first.
+    """
     lane_of = [0] * len(works)
     # The largest find empty lanes.
     for lane, unit in enumerate(order[:lanes]):
