@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from treecp_rl import calibrate as calibration
 from treecp_rl.bench.links import Launch, fit_terms, launched, measure_links
 from treecp_rl.calibrate import CalibrateOptions, calibrate, kendall_tau
 from treecp_rl.cli import main
@@ -123,6 +124,22 @@ def test_a_cluster_is_measured_under_torchrun(tmp_path):
     assert profile.ranks_per_node == 2
     assert "link: 2 nodes of 2 ranks over gloo" in profile.sources
     assert profile.node_link != profile.cluster_link
+
+
+@pytest.mark.slow
+def test_plans_are_run_on_as_many_ranks_as_asked(tmp_path, capsys, monkeypatch):
+    """Fewer points and kinds than by default: what is shown is that four ranks ran, and what came of it."""
+    monkeypatch.setattr(calibration, "RANK_POINTS", 2)
+    monkeypatch.setattr(calibration, "RANK_KINDS", ("local", "gather", "move_q", "tree_move_kv"))
+    monkeypatch.setattr(calibration, "CHECKED_KINDS", ("gather", "move_q"))
+    out = tmp_path / "four.json"
+    sizes = ["--num-trees", "15", "--most-tokens", "128", "--repeats", "1", "--check-points", "1"]
+    assert main(["calibrate", "--output", str(out), "--plan-ranks", "4", "--check", *sizes, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["plan_error"] < 1.0 and len(record["points"]) == 1
+    profile = load_profile(out)
+    assert any(source.endswith("plans on 4 ranks") for source in profile.sources)
+    assert profile.layer_forward_s > 0 and profile.node_link.per_byte_s > 0
 
 
 def free_port():
