@@ -1,6 +1,7 @@
 """Random batches -> every forced kind of plan and the planner's, timed -> how far its choice is from the fastest.
 
-    treecp-rl calibrate --plan-ranks 2 --output two.json ... --plan-ranks 4 --output four.json
+    treecp-rl calibrate --repeats 5 --plan-ranks 2 --output two.json
+    treecp-rl calibrate --repeats 5 --plan-ranks 4 --output four.json
     python benchmarks/planner_reality.py --profiles 2=two.json,4=four.json --output planner_reality.json
 
 Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one
@@ -21,8 +22,9 @@ from typing import Any, get_args
 from treecp_rl.bench.cp_ranks import Job, Measured, run_world
 from treecp_rl.bench.shapes import BatchPoint
 from treecp_rl.calibrate import kendall_tau
+from treecp_rl.errors import ConfigError
 from treecp_rl.planner.batch import Mode
-from treecp_rl.planner.profile import load_profile
+from treecp_rl.planner.profile import ClusterProfile, load_profile
 from treecp_rl.planner.search import TreeLengths
 
 FORCED_KINDS: tuple[Mode, ...] = tuple(
@@ -91,10 +93,28 @@ def summary_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def profiles_of(text: str) -> dict[int, ClusterProfile]:
+    """Of each number of ranks."""
+    profiles = {}
+    for one in text.split(","):
+        ranks, _, file = one.partition("=")
+        if not ranks.isdecimal() or not file:
+            raise argparse.ArgumentTypeError(f"{one!r} is not RANKS=FILE, such as 2=two.json")
+        try:
+            profiles[int(ranks)] = load_profile(file)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return profiles
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--profiles", required=True, metavar="RANKS=FILE,...", help="of treecp-rl calibrate on this machine"
+        "--profiles",
+        type=profiles_of,
+        required=True,
+        metavar="RANKS=FILE,...",
+        help="of treecp-rl calibrate on this machine",
     )
     parser.add_argument("--batches", type=int, default=30)
     parser.add_argument(
@@ -110,8 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     points = [random_batch(rng, number, arguments.most_tokens) for number in range(arguments.batches)]
-    named = (one.split("=", 1) for one in arguments.profiles.split(","))
-    profiles = {int(ranks): load_profile(file) for ranks, file in named}
+    profiles: dict[int, ClusterProfile] = arguments.profiles
     kinds: tuple[Mode, ...] = ("auto", *FORCED_KINDS)
     records, summary = [], {}
     for world_size, profile in profiles.items():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from treecp_rl import calibrate as calibration
-from treecp_rl.bench.links import Launch, fit_terms, launched, measure_links
+from treecp_rl.bench.fit import fit_terms
+from treecp_rl.bench.links import Launch, launched, measure_links
 from treecp_rl.calibrate import CalibrateOptions, calibrate, kendall_tau
 from treecp_rl.cli import main
 from treecp_rl.errors import ConfigError

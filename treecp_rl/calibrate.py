@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PretrainedConfig
 
 from treecp_rl.bench.cp_plans import planned_step
 from treecp_rl.bench.cp_ranks import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, Job, run_world
-from treecp_rl.bench.links import Launch, MeasuredLinks, fit_terms, launched, measure_links
+from treecp_rl.bench.fit import Floats, fit_terms
+from treecp_rl.bench.links import Launch, MeasuredLinks, launched, measure_links
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.bench.shapes import Point
 from treecp_rl.engine.capabilities import prepare_model
@@ -41,8 +41,6 @@ from treecp_rl.planner.profile import Affine, ClusterProfile, Link, Memory, Tile
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import load_config, random_model, tiny_config
-
-Floats = npt.NDArray[np.float64]
 
 CHECKED_KINDS: tuple[Mode, ...] = (
     "gather",

@@ -17,16 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from treecp_rl.bench.fit import Floats, fit_terms
 from treecp_rl.collectives import Traffic, exchange, max_over_ranks
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.profile import Link
-
-Floats = npt.NDArray[np.float64]
 
 TRANSPORTS = ("all-to-all", "point-to-point")
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -115,45 +113,18 @@ def launched() -> Launch | None:
 def measure_links(launch: Launch | None, threads: int) -> MeasuredLinks:
     """Latency and seconds a byte of exchanges; every rank of a launch enters, all get the same."""
     if launch is None:
-        alone = Launch(0, 2, 2)
         with tempfile.TemporaryDirectory(prefix="treecp-link-") as folder:
-            mp.start_processes(
-                _local_rank, (alone, threads, folder), nprocs=2, join=True, start_method="spawn"
-            )
+            mp.start_processes(_local_rank, (threads, folder), nprocs=2, join=True, start_method="spawn")
             seconds = np.load(Path(folder) / "seconds.npy")
         return MeasuredLinks(_fitted(seconds), {}, _backend(2), 2, None)
-    torch.set_num_threads(threads)
-    backend = _backend(launch.ranks_per_node)
-    device = _device(backend, launch)
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=LINK_TIMEOUT)
-    try:
-        node, cluster = (_measured(ranks, device) for ranks in (launch.of_nodes, launch.of_places))
-    finally:
-        dist.destroy_process_group()
+    node, cluster = _seconds(launch, threads, "env://")
     return MeasuredLinks(
         {} if node is None else _fitted(node),
         {} if cluster is None else _fitted(cluster),
-        backend,
+        _backend(launch.ranks_per_node),
         launch.world_size,
         launch.ranks_per_node,
     )
-
-
-def fit_terms(features: Floats, seconds: Floats) -> Floats:
-    """Terms of 0 or more that predict ``seconds`` with the least squared relative error.
-
-    A term that comes out negative is noise: it is left out and the rest is fitted again.
-    """
-    scaled = features / seconds[:, None]
-    used = list(range(features.shape[1]))
-    terms = np.zeros(features.shape[1])
-    while used:
-        found, *_ = np.linalg.lstsq(scaled[:, used], np.ones(len(seconds)), rcond=None)
-        if found.min() >= 0:
-            terms[used] = found
-            break
-        used.pop(int((found * scaled[:, used].mean(axis=0)).argmin()))
-    return terms
 
 
 def _backend(ranks_per_node: int) -> str:
@@ -168,23 +139,29 @@ def _device(backend: str, launch: Launch) -> torch.device:
     return device
 
 
-def _local_rank(rank: int, alone: Launch, threads: int, folder: str) -> None:
+def _local_rank(rank: int, threads: int, folder: str) -> None:
     """One of the two processes that stand in for a launch."""
+    seconds, _ = _seconds(Launch(rank, 2, 2), threads, f"file://{folder}/rendezvous")
+    if rank == 0:
+        np.save(Path(folder) / "seconds.npy", np.array(seconds))
+
+
+def _seconds(launch: Launch, threads: int, init_method: str) -> tuple[Floats | None, Floats | None]:
+    """Of exchanges inside nodes and between them, as ``_measured``; joins the ranks and leaves them."""
     torch.set_num_threads(threads)
-    backend = _backend(alone.world_size)
-    launch = Launch(rank, alone.world_size, alone.ranks_per_node)
+    backend = _backend(launch.ranks_per_node)
     device = _device(backend, launch)
     dist.init_process_group(
         backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=alone.world_size,
+        init_method=init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout=LINK_TIMEOUT,
     )
-    seconds = _measured(launch.of_nodes, device)
-    if rank == 0:
-        np.save(Path(folder) / "seconds.npy", np.array(seconds))
-    dist.destroy_process_group()
+    try:
+        return _measured(launch.of_nodes, device), _measured(launch.of_places, device)
+    finally:
+        dist.destroy_process_group()
 
 
 def _measured(groups: Sequence[Sequence[int]], device: torch.device) -> Floats | None:
