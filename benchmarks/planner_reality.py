@@ -7,7 +7,8 @@
 Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one
 domain); time is CPU time, of each rank the least of the repeats, maximum over ranks. Lowering is in it; plans of
 ``auto`` are ready, as in a run, where the planner's actor solves them ahead. Kinds far from the fastest are not
-repeated; ``auto`` then meets the fastest kind in fresh repeats, in turns, unless both run the same schedules.
+repeated; ``auto`` then meets the fastest kind in fresh turns, whose median ratio counts, unless both run the same
+schedules.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def record_of(point: BatchPoint, world_size: int, measured: list[Measured]) -> d
     seconds = {one.kind: one.cpu_seconds for one in measured}
     predicted = {one.kind: one.planned.predicted_seconds for one in measured}
     forced = [kind for kind in seconds if kind != "auto"]
-    duel = {one.kind: one.duel_cpu_seconds for one in measured if one.duel_cpu_seconds is not None}
+    duel = {one.kind: one for one in measured if one.duel_cpu_seconds}
     (fastest,) = [kind for kind in duel if kind != "auto"] or [min(forced, key=lambda kind: seconds[kind])]
     return {
         "world_size": world_size,
@@ -59,8 +60,8 @@ def record_of(point: BatchPoint, world_size: int, measured: list[Measured]) -> d
         "cpu_seconds": seconds,
         "predicted_seconds": predicted,
         "fastest_forced": fastest,
-        "duel_cpu_seconds": duel,
-        "auto_over_fastest_forced": duel["auto"] / duel[fastest] if duel else 1.0,
+        "duel_cpu_seconds": {kind: list(one.duel_cpu_seconds) for kind, one in duel.items()},
+        "auto_over_fastest_forced": duel["auto"].duel_ratio(duel[fastest]) if duel else 1.0,
         "kendall_tau": _tau([one for one in measured if one.kind != "auto"]),
     }
 
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="of every kind")
     parser.add_argument("--close-repeats", type=int, default=2, help="more, of auto and of the fastest kinds")
     parser.add_argument(
-        "--duel-repeats", type=int, default=8, help="fresh ones, of auto and the fastest kind"
+        "--duel-repeats", type=int, default=8, help="fresh turns of auto and the fastest kind"
     )
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--output")

@@ -78,7 +78,7 @@ def test_every_kind_runs_on_a_small_point(tmp_path):
         assert case["bytes_moved"] == case["bytes_expected"] > 0
         assert case["peak_bytes"] > 0 and case["cpu_seconds"] > 0
         assert case["predicted_seconds"] > 1000, "by the profile that was named"
-    assert sum(case["duel_cpu_seconds"] is not None for case in report["cases"]) in (0, 2)
+    assert sum(len(case["duel_cpu_seconds"]) for case in report["cases"]) in (0, 2)
     tokens = {case["kind"]: case["tokens_computed"] for case in report["cases"]}
     assert tokens["flat_ring"] == tokens["gather"] + 7 * 31
     (held,) = report["points"]
@@ -155,10 +155,13 @@ def test_a_duel_decides_where_there_was_one():
     first, second = measured("gather", 1.0, 10), measured("heads", 2.0, 10)
     rival, other = measured("move_q", 1.0, 10), measured("dcp_fused", 0.9, 10)
     assert report_of(first, second, rival, other).cases[0].summary()["cpu_ratio"] == pytest.approx(1 / 0.9)
-    met = [replace(second, duel_cpu_seconds=0.6), replace(rival, duel_cpu_seconds=0.5)]
+    met = [
+        replace(second, duel_cpu_seconds=(0.6, 1.2, 0.9)),
+        replace(rival, duel_cpu_seconds=(0.5, 1.1, 0.6)),
+    ]
     found = report_of(first, *met, other).cases[0].summary()
     assert (found["best_ours"], found["best_baseline"]) == ("heads", "move_q")
-    assert found["cpu_ratio"] == pytest.approx(1.2)
+    assert found["cpu_ratio"] == pytest.approx(1.2), "of turns, not of the least of either side"
 
 
 def test_the_summary_says_what_does_not_hold():

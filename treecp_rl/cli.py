@@ -155,7 +155,7 @@ def _add_bench_cp(parser: argparse.ArgumentParser) -> None:
         "--duel-repeats",
         type=_not_negative,
         default=0,
-        help="fresh rounds of our fastest kind and the fastest baseline, which then make the ratio",
+        help="fresh turns of our fastest kind and the fastest baseline; the median of their ratios is then the ratio",
     )
     parser.add_argument("--profile", metavar="FILE", help="what auto plans with (default: an estimate)")
     parser.add_argument("--threads", type=_positive, default=1, help="torch threads of a rank")

@@ -148,7 +148,7 @@ class Weights:
     far_token_pairs: float
     """The same from another node."""
     tile_pairs: float
-    """Of a tile."""
+    """Of a kernel call: a tile, or several that the executor joins."""
     ranks_per_node: int
 
     def moved_pairs(self, src: int, dst: int) -> float:

@@ -89,13 +89,14 @@ def test_equal_responses_that_fill_the_ranks_stay_whole():
 )
 @settings(max_examples=100, deadline=None)
 def test_random_shapes_are_even_in_work(prompt, responses, degree):
-    """Within the limit or two tokens; a prompt too short for a zigzag may come on top, whole as it is."""
+    """Within the limit, two tokens or what blocks of a prompt cost; a prompt too short for a zigzag comes on top."""
     total = work_of(0, prompt) + sum(work_of(prompt, response) for response in responses)
     whole = 0 if prompt >= 2 * degree * place.ROOT_ZIGZAG_FLOOR else work_of(0, prompt)
     assume(whole <= total / degree)
     work, _ = unevenness(*gather((prompt, responses), degree))
     last_token = TOKEN_PAIRS + prompt + max(responses)
-    assert (work - 1) * total / degree <= max(0.01 * total / degree, 2 * last_token) + whole
+    of_blocks = place.BLOCK_TOLERANCE * work_of(0, prompt) / degree
+    assert (work - 1) * total / degree <= max(0.01 * total / degree, 2 * last_token, of_blocks) + whole
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -156,3 +157,31 @@ def test_a_replay_finds_its_root_where_the_prefill_left_it(prompt, responses, de
             {(s.start, s.stop, s.rank) for s in one.segments if s.stop <= prompt} for one in (alone, replay)
         ]
         assert roots[0] == roots[1]
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "borders"),
+    [
+        (1005, 4, (0, 128, 256, 384, 496, 624, 752, 880, 1005)),
+        (50_000, 2, (0, 12_544, 24_960, 37_504, 50_000)),
+        # A rank would have 160 tokens, 150 being the mean.
+        (600, 4, (0, 75, 150, 225, 300, 375, 450, 525, 600)),
+        # Chunks shorter than a block.
+        (60, 2, (0, 15, 30, 45, 60)),
+    ],
+)
+def test_zigzags_are_cut_at_blocks_where_that_leaves_ranks_even(length, ranks, borders):
+    chunks = place.zigzag(7, 7 + length, range(ranks), 0, floor=1)
+    assert tuple(chunk.start - 7 for chunk in chunks) == borders[:-1]
+    assert [chunk.stop for chunk in chunks] == [*(chunk.start for chunk in chunks[1:]), 7 + length]
+    assert [chunk.rank for chunk in chunks] == [*range(ranks), *reversed(range(ranks))]
+
+
+@given(st.integers(4, 60_000), st.integers(2, 64))
+def test_chunks_of_a_zigzag_hold_tokens_and_are_even(length, ranks):
+    assume(length >= 2 * ranks)
+    chunks = place.zigzag(0, length, range(ranks), 0, floor=1)
+    assert all(chunk.stop > chunk.start for chunk in chunks)
+    tokens = [chunk.stop - chunk.start for chunk in chunks]
+    most = max(front + back for front, back in zip(tokens, reversed(tokens), strict=True))
+    assert most <= max(length / ranks * (1 + place.BLOCK_TOLERANCE), length // ranks + 2)

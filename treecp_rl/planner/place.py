@@ -8,7 +8,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from operator import add
 from typing import NamedTuple
 
 from treecp_rl.plan import TOKEN_PAIRS, Node, Segment, Weights
@@ -20,6 +22,11 @@ ROOT_ZIGZAG_FLOOR = 8
 WHOLE_ROOT_FLOOR = 128
 """A root with its responses beside it may stay whole unless a chunk would hold so many tokens, a block of
 flash-attention's queries: the others have work of their own meanwhile, and chunks cost every rank more tiles."""
+BLOCKS = (128, 64, 32, 16)
+"""Zigzags are cut at multiples of the largest of these that keeps the ranks even. Kernels compute keys by blocks, 128
+on GPUs, and by vectors, 16 in torch's CPU kernel: 126 keys take it up to 1.6 times as long as 128."""
+BLOCK_TOLERANCE = 0.025
+"""Tokens or pairs above the mean that a rank may take for that."""
 BALANCE_TOLERANCE = 0.005
 """Work above the mean that a rank may take to keep a response whole."""
 WORK_LIMIT = 1.01
@@ -144,7 +151,7 @@ class _Load:
 
     def estimated_cost(self, weights: Weights) -> float:
         """Of the busiest rank, in pairs: its work, the K/V that it lacks or sends of its nodes and of the root, and
-        about as many tiles as its runs of tokens meet runs of keys."""
+        about as many kernel calls as its runs of tokens meet runs of keys."""
         owners: list[dict[int, int]] = [defaultdict(int) for _ in self._tree.nodes]
         own_runs: dict[tuple[int, int], int] = defaultdict(int)
         for segment in self.segments:
@@ -161,8 +168,9 @@ class _Load:
                         arrive[rank] += moved
                         leave[other] += moved
         for (rank, node), runs in own_runs.items():
-            tiles = runs * (runs + 1) / 2 + (runs if len(owners[node]) > 1 else 0) + (3 * runs if node else 0)
-            costs[rank] += weights.tile_pairs * tiles
+            # Rectangles of all nodes with the root are joined: about as many whatever a rank holds.
+            calls = runs * (runs + 1) / 2 + (runs if len(owners[node]) > 1 else 0)
+            costs[rank] += weights.tile_pairs * calls
         return max(cost + max(arrive[rank], leave[rank]) for rank, cost in costs.items())
 
     def excess(self) -> float:
@@ -187,10 +195,31 @@ def zigzag(
     """
     if len(ranks) == 1 or stop - start < 2 * len(ranks) * floor:
         return [Segment(light, start, stop)]
-    chunks = 2 * len(ranks)
-    borders = [start + (stop - start) * i // chunks for i in range(chunks + 1)]
-    owners = [*ranks, *reversed(ranks)]
-    return [Segment(owners[i], borders[i], borders[i + 1]) for i in range(chunks)]
+    chunks = pairwise(_zigzag_borders(stop - start, len(ranks)))
+    owners = chain(ranks, reversed(ranks))
+    return [Segment(rank, start + a, start + b) for rank, (a, b) in zip(owners, chunks, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _zigzag_borders(length: int, num_ranks: int) -> tuple[int, ...]:
+    """Of 2d chunks: at multiples of the largest of ``BLOCKS`` that leaves the ranks even, else of equal chunks."""
+    chunks = 2 * num_ranks
+    exact = [length * i // chunks for i in range(chunks + 1)]
+    for block in BLOCKS:
+        borders = (0, *(block * round(border / block) for border in exact[1:-1]), length)
+        if block <= length / chunks and _is_even(borders):
+            return borders
+    return tuple(exact)
+
+
+def _is_even(borders: Sequence[int]) -> bool:
+    """Whether no rank of a zigzag has more tokens or causal pairs than ``BLOCK_TOLERANCE`` above the mean."""
+    for sums in (borders, [border * border for border in borders]):
+        chunks = [after - before for before, after in pairwise(sums)]
+        most = max(map(add, chunks, reversed(chunks)))
+        if most * len(chunks) / 2 > sums[-1] * (1 + BLOCK_TOLERANCE):
+            return False
+    return True
 
 
 def _is_long(num_tokens: int, ranks: Sequence[int]) -> bool:

@@ -162,9 +162,7 @@ def _ways(
     for candidate in _candidates(tree, plan.num_ranks, profile.shape.num_kv_heads):
         decision = replace(candidate.decision, weights=plan.weights)
         lowered = Pass(lower(nodes, [decision], candidate.degree), nodes)
-        forward, backward = (
-            rank_seconds(lowered, profile, is_backward=is_backward) for is_backward in (False, True)
-        )
+        forward, backward = rank_seconds(lowered, profile)
         stages = stages_with_moves(lowered.schedule)
         ways.append(_Way(candidate, times_forward * forward, times_backward * backward, stages))
     return tuple(ways)

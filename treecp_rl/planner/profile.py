@@ -40,7 +40,8 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """Seconds of an attention tile over all heads: ``per_tile_s + pairs * per_pair_s``."""
+    """Seconds of one attention kernel call over all heads: ``per_tile_s + pairs * per_pair_s``. Tiles that the executor
+    joins are one call."""
 
     per_tile_s: float
     per_pair_s: float

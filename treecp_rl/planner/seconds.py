@@ -1,7 +1,7 @@
 """Schedules of a step, profile -> seconds, bytes and peak of its busiest rank: the measure of every plan.
 
-Exact in what a lowered schedule says: each rank's tokens, pairs, tiles and bytes, stage by stage. Whatever chooses
-among plans without lowering them (``forms``) is held against this.
+Exact in what a lowered schedule says: each rank's tokens, pairs, kernel calls and bytes, stage by stage. Whatever
+chooses among plans without lowering them (``forms``) is held against this.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from treecp_rl.plan import Node, Schedule
+from treecp_rl.planner.calls import calls_of_stages
 from treecp_rl.planner.cost import MemoryBudget, bytes_sent
 from treecp_rl.planner.forms import Floats, RunOptions, move_bytes, pass_fixed_seconds, sync_seconds
-from treecp_rl.planner.profile import ClusterProfile, TileCost
+from treecp_rl.planner.profile import Affine, ClusterProfile, TileCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,7 @@ def predict(passes: Sequence[Pass], profile: ClusterProfile, options: RunOptions
     recomputed = 1.0 if options.checkpointing and options.needs_gradients else 0.0
     for one in passes:
         stages = stage_seconds(profile) * stages_with_moves(one.schedule).bit_count()
-        there, back = (
-            rank_seconds(one, profile, is_backward=is_backward) + stages for is_backward in (False, True)
-        )
+        there, back = (seconds + stages for seconds in rank_seconds(one, profile))
         forward += float(there.max())
         if options.needs_gradients:
             backward += float(back.max()) + recomputed * float(there.max())
@@ -100,32 +99,39 @@ def stages_with_moves(schedule: Schedule) -> int:
     return sum(1 << number for number, stage in enumerate(schedule.stages) if stage.moves)
 
 
-def rank_seconds(one: Pass, profile: ClusterProfile, *, is_backward: bool) -> Floats:
-    """[world] seconds of each rank, all layers, one direction; fixed costs of the pass and its stages apart."""
+def rank_seconds(one: Pass, profile: ClusterProfile) -> tuple[Floats, Floats]:
+    """[world] seconds of each rank, all layers, forward and backward; fixed costs of the pass and its stages apart."""
     p = profile
-    dense, head, attention = (
-        (p.dense_backward, p.head_backward, p.attention_backward)
-        if is_backward
-        else (p.dense_forward, p.head_forward, p.attention_forward)
+    pairs, calls = _pairs_and_calls(one.schedule)
+    computed, scored, num_moves = _computed(one), _scored(one), _num_moves(one.schedule)
+
+    def direction(dense: Affine, head: Affine, attention: TileCost, is_backward: bool) -> Floats:
+        tiles = attention.per_tile_s * calls + attention.per_pair_s * pairs
+        moves = _move_seconds(one.schedule, profile, is_backward)
+        # Stage i's moves hide under stage i - 1's tiles, in backward too: gradients of stage i's operands leave then.
+        before = np.vstack([np.zeros((1, tiles.shape[1])), tiles[:-1]])
+        exposed = np.maximum(0.0, moves - p.overlap * before)
+        attention_s = tiles.sum(axis=0) + exposed.sum(axis=0) + p.move_s * num_moves
+        layer = dense.per_token_s * computed + attention_s
+        total: Floats = p.shape.num_layers * layer + head.per_token_s * scored
+        return total
+
+    return (
+        direction(p.dense_forward, p.head_forward, p.attention_forward, is_backward=False),
+        direction(p.dense_backward, p.head_backward, p.attention_backward, is_backward=True),
     )
-    tiles = _tile_seconds(one.schedule, attention)
-    moves = _move_seconds(one.schedule, profile, is_backward)
-    # Stage i's moves hide under stage i - 1's tiles, in backward too: gradients of stage i's operands leave then.
-    before = np.vstack([np.zeros((1, tiles.shape[1])), tiles[:-1]])
-    exposed = np.maximum(0.0, moves - p.overlap * before)
-    attention_s = tiles.sum(axis=0) + exposed.sum(axis=0) + p.move_s * _num_moves(one.schedule)
-    layer = dense.per_token_s * _computed(one) + attention_s
-    total: Floats = p.shape.num_layers * layer + head.per_token_s * _scored(one)
-    return total
 
 
-def _tile_seconds(schedule: Schedule, cost: TileCost) -> Floats:
-    """[stages, world]"""
-    seconds = np.zeros((len(schedule.stages), schedule.world_size))
-    for i, stage in enumerate(schedule.stages):
+def _pairs_and_calls(schedule: Schedule) -> tuple[Floats, Floats]:
+    """[stages, world] pairs of all heads, and kernel calls, of each rank."""
+    pairs, calls = (np.zeros((len(schedule.stages), schedule.world_size)) for _ in range(2))
+    of_stages = calls_of_stages(schedule.segments, schedule.stages, schedule.resident)
+    for i, (stage, of_ranks) in enumerate(zip(schedule.stages, of_stages, strict=True)):
         for tile in stage.tiles:
-            seconds[i, tile.rank] += cost.per_tile_s + cost.per_pair_s * tile.num_pairs / tile.num_head_parts
-    return seconds
+            pairs[i, tile.rank] += tile.num_pairs / tile.num_head_parts
+        for rank, num_calls in of_ranks.items():
+            calls[i, rank] = num_calls
+    return pairs, calls
 
 
 def _move_seconds(schedule: Schedule, profile: ClusterProfile, is_backward: bool) -> Floats:

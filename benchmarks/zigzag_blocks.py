@@ -1,0 +1,90 @@
+"""Groups -> steps with zigzags cut at multiples of blocks and into equal chunks, in turns -> what blocks save.
+
+    python benchmarks/zigzag_blocks.py --output benchmarks/zigzag_blocks.json
+
+On gloo processes as in ``treecp-rl bench cp`` (float32, FSDP2, layers kept, one domain). The ratio is the median over
+the turns of the busiest rank's CPU time with blocks over that without.
+"""
+
+import argparse
+import json
+import pickle
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from treecp_rl.bench.cp_ranks import _Runner, _sharded_model, _stay_on_a_core, small_model_estimate
+from treecp_rl.bench.shapes import BatchPoint
+from treecp_rl.engine.passes import Domain
+from treecp_rl.planner import place
+from treecp_rl.planner.batch import Mode
+from treecp_rl.planner.search import TreeLengths
+from treecp_rl.verify.ranks import join_world
+
+GROUPS = (TreeLengths(1005, (112,) * 8), TreeLengths(1300, (210,) * 4), TreeLengths(810, (1500, 700)))
+KINDS: tuple[Mode, ...] = ("gather", "reuse_ring", "tree_move_kv", "move_q")
+VARIANTS = {"blocks": place.BLOCKS, "equal": ()}
+
+
+def measure(rank: int, world_size: int, turns: int, folder: str) -> None:
+    """One rank: every turn runs each kind on each group both ways."""
+    torch.set_num_threads(1)
+    _stay_on_a_core(rank)
+    join_world(rank, world_size, f"{folder}/rendezvous")
+    group = dist.group.WORLD
+    runner = _Runner(_sharded_model(), Domain(rank, world_size, group), small_model_estimate())  # type: ignore[arg-type]
+    points = [BatchPoint(str(number), (tree,)) for number, tree in enumerate(GROUPS)]
+    seconds: dict[tuple[int, Mode, str], list[float]] = {}
+    for turn in range(turns + 1):
+        for number, point in enumerate(points):
+            for kind in KINDS:
+                for name in sorted(VARIANTS, reverse=bool(turn % 2)):
+                    place.BLOCKS = VARIANTS[name]
+                    place._zigzag_borders.cache_clear()
+                    result = runner.step(point, kind)
+                    if turn:
+                        seconds.setdefault((number, kind, name), []).append(max(result.rank_cpu_seconds))
+    if rank == 0:
+        (Path(folder) / "seconds.pkl").write_bytes(pickle.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    cases = []
+    for world_size in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(
+                measure, (world_size, arguments.turns, folder), nprocs=world_size, start_method="spawn"
+            )
+            seconds = pickle.loads((Path(folder) / "seconds.pkl").read_bytes())
+        for number, tree in enumerate(GROUPS):
+            for kind in KINDS:
+                both = zip(seconds[number, kind, "blocks"], seconds[number, kind, "equal"], strict=True)
+                ratio = statistics.median(blocks / equal for blocks, equal in both)
+                cases.append(
+                    {
+                        "ranks": world_size,
+                        "prompt": tree.prompt,
+                        "responses": list(tree.responses),
+                        "kind": kind,
+                        "ratio": ratio,
+                    }
+                )
+                print(world_size, tree.prompt, list(tree.responses), kind, f"{ratio:.3f}", flush=True)
+    mean = statistics.geometric_mean(case["ratio"] for case in cases)
+    print(f"geometric mean {mean:.3f}")
+    if arguments.output:
+        report = {"turns": arguments.turns, "geometric_mean": mean, "cases": cases}
+        Path(arguments.output).write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
