@@ -20,6 +20,7 @@ from treecp_rl.planner.forms import (
     weights_of,
 )
 from treecp_rl.planner.lower import lower
+from treecp_rl.planner.profile import Affine, Link, TileCost
 from treecp_rl.planner.search import TreeLengths, Workload, tree_features
 from treecp_rl.planner.seconds import Pass, memory_budget, predict
 
@@ -58,7 +59,7 @@ def passes_of(candidate, prompt, responses):
     ]
 
 
-def compared(form, kind, cases, degrees):
+def compared(form, kind, cases, degrees, profile=PROFILE):
     """(candidate, seconds, bytes, peak) ratios of closed form to schedule; fixed costs of passes apart."""
     found = []
     for prompt, responses in cases:
@@ -66,11 +67,11 @@ def compared(form, kind, cases, degrees):
         for one in candidates("full", degrees, len(responses), PROFILE.shape.num_kv_heads):
             if (one.form, one.kind) != (form, kind) or one.rounds > 1:
                 continue
-            table = cost_table(PROFILE, OPTIONS, (one,))
+            table = cost_table(profile, OPTIONS, (one,))
             features = tree_features(Workload(tree, token_pairs(PROFILE)), table.index)
             passes = passes_of(one, prompt, responses)
-            exact = predict(passes, PROFILE, OPTIONS)
-            exact_seconds = exact.seconds - len(passes) * pass_fixed_seconds(PROFILE, OPTIONS)
+            exact = predict(passes, profile, OPTIONS)
+            exact_seconds = exact.seconds - len(passes) * pass_fixed_seconds(profile, OPTIONS)
             moved = table.moved_bytes(features)[0]
             found.append(
                 (
@@ -104,6 +105,22 @@ def test_seconds_and_peaks_follow_the_schedule(form, kind):
         assert 0.3 < moved < 1.4, one
     assert median(seconds for _, seconds, _, _ in found) == pytest.approx(1.0, abs=0.1)
     assert median(peak for _, _, _, peak in found) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("form", "kind"), KINDS)
+def test_kernel_calls_of_even_trees_are_nearly_exact(form, kind):
+    """By a profile in which nothing else costs."""
+    free, call = Affine(0.0, 0.0), TileCost(1e-5, 1e-20)
+    launches = replace(
+        PROFILE,
+        **dict.fromkeys(("dense_forward", "dense_backward", "head_forward", "head_backward"), free),
+        **dict.fromkeys(("attention_forward", "attention_backward"), call),
+        **dict.fromkeys(("node_link", "cluster_link"), Link(0.0, 0.0)),
+        **dict.fromkeys(("layer_forward_s", "layer_backward_s", "stage_s", "move_s", "gradient_sync_s"), 0.0),
+        overlap=0.0,
+    )
+    for one, seconds, _, _ in compared(form, kind, EVEN, (1, 2, 4, 8), launches):
+        assert seconds == pytest.approx(1.0, abs=0.25), one
 
 
 def test_products_in_blocks_equal_one_product():

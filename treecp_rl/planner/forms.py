@@ -184,8 +184,8 @@ class _Moves:
     latencies: float
     hidden_under: Floats
     """Pairs that the rank computes meanwhile."""
-    hidden_tiles: Floats
-    """Tiles that it computes meanwhile."""
+    hidden_calls: Floats
+    """Kernel calls that it makes meanwhile."""
     link: Link | None = None
     """What carries them; None: the mix that a group of that size has."""
 
@@ -197,7 +197,7 @@ class _Phase:
     tokens: Floats
     scored: Floats
     pairs: Floats
-    tiles: Floats
+    calls: Floats
     moves: list[_Moves]
     stages: float
     """Stages with moves."""
@@ -404,13 +404,13 @@ class _Rows:
         pair = forward * p.attention_forward.per_pair_s + backward * p.attention_backward.per_pair_s
         tile = forward * p.attention_forward.per_tile_s + backward * p.attention_backward.per_tile_s
         head = p.head_forward.per_token_s + backward * p.head_backward.per_token_s
-        self.busy += layers * (dense * phase.tokens + pair * phase.pairs + tile * phase.tiles)
+        self.busy += layers * (dense * phase.tokens + pair * phase.pairs + tile * phase.calls)
         self.busy += layers * (forward + backward) * p.stage_s * phase.stages * self._one
         self.busy += head * phase.scored
         for group, moves in enumerate(phase.moves):
             for is_backward, times in enumerate((forward, backward)):
                 cost = p.attention_backward if is_backward else p.attention_forward
-                hidden = cost.per_pair_s * moves.hidden_under + cost.per_tile_s * moves.hidden_tiles
+                hidden = cost.per_pair_s * moves.hidden_under + cost.per_tile_s * moves.hidden_calls
                 row = layers * times * (self._seconds(moves, bool(is_backward)) - p.overlap * hidden)
                 self.exposed[first_exposed + 2 * group + is_backward] += row
         for is_backward, times in enumerate((forward, backward)):
@@ -504,11 +504,11 @@ class _Phases:
         if d == 1:
             return phase
         if self._kind == "heads":
-            phase.tiles = self._one * self._heads_calls
+            phase.calls = self._one * self._heads_calls
             return self._by_heads(phase, self.prompt, self._zero, self._zero, 1)
         phase.arrived_kv, phase.total_kv = arrives, self.prompt * (3 * (d - 1) / 4)
         if self._kind == "tree_move_kv":
-            phase.tiles = self._one * (d + 2)
+            phase.calls = self._one * (d + 2)
             return self._in_ring(phase, arrives, 1)
         return self._at_once(phase, arrives, self._zero, self._prompt_pairs / d**2, 1)
 
@@ -517,8 +517,8 @@ class _Phases:
         d = self.degree
         tokens = self._prompts + self._responses
         pairs = self._prompts_pairs + self._cross + self._response_pairs
-        tiles = (2 * d + 1) * self._group + min(d, 4) * self._long + (self._group - self._long) / d
-        phase = self._phase(tokens / d, self._responses / d, pairs / d, tiles if d > 1 else self._group)
+        calls = (2 * d + 1) * self._group + min(d, 4) * self._long + (self._group - self._long) / d
+        phase = self._phase(tokens / d, self._responses / d, pairs / d, calls if d > 1 else self._group)
         arrives = (self._prompts + self._long_tokens) * ((d - 1) / d)
         phase.arrived_kv = arrives / self._rounds
         phase.total_kv = (d - 1) * (self._prompts + 0.75 * self._long_tokens)
@@ -531,13 +531,13 @@ class _Phases:
             return self._uncut(prompt_pairs, prompts, is_replay)
         d, b = self.degree, self._rounds
         pairs = prompt_pairs + self._cross + self._response_pairs
-        tiles = self._whole_tiles(is_replay)
-        phase = self._phase((prompts + self._responses) / d, self._responses / d, pairs / d, tiles)
+        calls = self._whole_calls(is_replay)
+        phase = self._phase((prompts + self._responses) / d, self._responses / d, pairs / d, calls)
         if d == 1:
             return phase
         all_prompt = self.prompt * ((d - 1) / d)
         if self._kind == "ring":
-            phase.tiles = (2 * d + 1) * self._one + (d + 2) * self._long + (self._group - self._long) / d
+            phase.calls = (2 * d + 1) * self._one + (d + 2) * self._long + (self._group - self._long) / d
             arrives = all_prompt + self._long_tokens * ((d - 1) / d)
             phase.arrived_kv = arrives
             phase.total_kv = (d - 1) * (b * self.prompt + 0.75 * self._long_tokens)
@@ -559,13 +559,13 @@ class _Phases:
         """Whole responses, a lane on each rank; the prompt's K/V come to all ranks at once."""
         d, b = self.degree, self._rounds
         pairs = prompt_pairs / d + self._lane_cross + self._lane_pairs
-        phase = self._phase(prompts / d + self._lane, self._lane, pairs, self._whole_tiles(is_replay))
+        phase = self._phase(prompts / d + self._lane, self._lane, pairs, self._whole_calls(is_replay))
         phase.arrived_kv = self.prompt * ((d - 1) / d)
         phase.total_kv = (d - 1) * b * self.prompt
         hidden = prompt_pairs / d**2 + self._lane_cross / d + self._lane_pairs
         return self._at_once(phase, b * phase.arrived_kv, self._zero, hidden, b)
 
-    def _whole_tiles(self, is_replay: bool) -> Floats:
+    def _whole_calls(self, is_replay: bool) -> Floats:
         """Kernel calls of a rank whose responses are whole, as lowering gives them; measured, not derived."""
         d, b = self.degree, self._rounds
         if d == 1:
@@ -585,7 +585,7 @@ class _Phases:
         d, s, b, per_lane = self.degree, self._lanes, self._rounds, self._per_lane
         pairs = prompt_pairs / d + (self._lane_cross + self._lane_pairs) / per_lane
         tokens = prompts / d + self._lane / per_lane
-        phase = self._phase(tokens, self._lane / per_lane, pairs, self._whole_tiles(is_replay))
+        phase = self._phase(tokens, self._lane / per_lane, pairs, self._whole_calls(is_replay))
         if d == 1:
             return phase
         short = self._group - self._long
@@ -593,11 +593,11 @@ class _Phases:
         in_lane = (per_lane - 1) / per_lane
         if self._kind == "heads":
             base = 4 * b if is_replay else self._heads_calls + 4
-            phase.tiles = base * self._one + (3 * per_lane * self._long + short) / s
+            phase.calls = base * self._one + (3 * per_lane * self._long + short) / s
             return self._by_heads(phase, prompts, self._lane, self._responses, b)
         base = d * b if is_replay else 2 * d + 1
         of_long = 1 if per_lane == 1 else per_lane + 2
-        phase.tiles = base * self._one + of_long / s * self._long + short / d
+        phase.calls = base * self._one + of_long / s * self._long + short / d
         lane = self._long_tokens * (in_lane / s)
         phase.arrived_kv = all_prompt + lane / b
         phase.total_kv = (d - 1) * b * self.prompt + 0.75 * (per_lane - 1) * self._long_tokens
@@ -639,7 +639,7 @@ class _Phases:
                 part = stages / (d - 1)
                 exchange = _Exchange(d, arrives * part, self._zero, self._zero)
                 part = stages / d
-                moves = _Moves([exchange], passes * stages, phase.pairs * part, phase.tiles * part, link)
+                moves = _Moves([exchange], passes * stages, phase.pairs * part, phase.calls * part, link)
                 phase.moves.append(moves)
         phase.stages = passes * (d - 1)
         return phase
@@ -653,14 +653,14 @@ class _Phases:
         if d == 1:
             return phase
         phase.stages = passes
-        operands, own_tiles = _Exchange(d, kv, queries, self._zero), phase.tiles * (2 / 3)
-        phase.moves.append(_Moves([operands], passes, hidden_under, own_tiles))
+        operands, own_calls = _Exchange(d, kv, queries, self._zero), phase.calls * (2 / 3)
+        phase.moves.append(_Moves([operands], passes, hidden_under, own_calls))
         if queries.any():
             phase.stages = 2 * passes
             states = _Exchange(d, self._zero, self._zero, queries)
             phase.moves.append(_Moves([states], passes, self._zero, self._zero))
         return phase
 
-    def _phase(self, tokens: Floats, scored: Floats, pairs: Floats, tiles: Floats) -> _Phase:
+    def _phase(self, tokens: Floats, scored: Floats, pairs: Floats, calls: Floats) -> _Phase:
         z = self._zero
-        return _Phase(tokens, scored, pairs, tiles, [], 0.0, z, z, z, z)
+        return _Phase(tokens, scored, pairs, calls, [], 0.0, z, z, z, z)
