@@ -8,7 +8,7 @@ Batches of one to four groups run on gloo processes as in ``treecp-rl bench cp``
 domain); time is CPU time, of each rank the least of the repeats, maximum over ranks. Lowering is in it; plans of
 ``auto`` are ready, as in a run, where the planner's actor solves them ahead. Kinds far from the fastest are not
 repeated; ``auto`` then meets the fastest kind in fresh turns, whose median ratio counts, unless both run the same
-schedules.
+schedules. Duels whose 95 % interval holds the limit of 5 % go on, up to six times as long.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any, get_args
 
-from treecp_rl.bench.cp_ranks import Job, Measured, run_world
+from treecp_rl.bench.cp_ranks import Job, Measured, median_interval, run_world
 from treecp_rl.bench.shapes import BatchPoint
 from treecp_rl.calibrate import kendall_tau
 from treecp_rl.errors import ConfigError
@@ -62,6 +62,7 @@ def record_of(point: BatchPoint, world_size: int, measured: list[Measured]) -> d
         "fastest_forced": fastest,
         "duel_cpu_seconds": {kind: list(one.duel_cpu_seconds) for kind, one in duel.items()},
         "auto_over_fastest_forced": duel["auto"].duel_ratio(duel[fastest]) if duel else 1.0,
+        "interval_95": median_interval(duel["auto"].duel_ratios(duel[fastest])) if duel else (1.0, 1.0),
         "kendall_tau": _tau([one for one in measured if one.kind != "auto"]),
     }
 
@@ -145,6 +146,7 @@ def main() -> None:
             close_repeats=arguments.close_repeats,
             challengers=("auto",),
             duel_repeats=arguments.duel_repeats,
+            duel_limit=TOLERANCE,
             counts_memory=False,
         )
         measured = run_world(job, WORLD_TIMEOUT_SECONDS)

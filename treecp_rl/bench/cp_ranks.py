@@ -49,6 +49,8 @@ HIDDEN_SIZE = 256
 NUM_LAYERS = 4
 CLOSE = 1.15
 """CPU time over the fastest kind's up to which a kind is worth ``close_repeats``."""
+MOST_DUEL_ROUNDS = 6
+"""Times ``duel_repeats`` that a duel takes at most."""
 AGREEMENT = 1e-4
 """Most relative difference of kinds' losses and gradient norms: float32, sums in another order."""
 
@@ -70,6 +72,8 @@ class Job:
     """Kinds whose fastest meets the fastest of the others in ``duel_repeats`` fresh turns: the least of many noisy
     numbers is too low, so that who is ahead by it has to show it again."""
     duel_repeats: int = 0
+    duel_limit: float | None = None
+    """A ratio of CPU times: duels that do not tell yet on which side of it they are go on."""
     counts_memory: bool = True
     """Whether the first step of every kind counts memory, which takes as long as some more steps."""
     traced_point: int | None = None
@@ -98,11 +102,15 @@ class Measured:
     duel_cpu_seconds: tuple[float, ...] = ()
     """Of the busiest rank in each turn of the duel, of the two kinds that had one."""
 
-    def duel_ratio(self, rival: Measured) -> float:
-        """CPU time over the rival's: the median of their turns' ratios. A machine changes its speed in mid-duel; both
-        steps of a turn meet the same, and the least of either side need not."""
+    def duel_ratios(self, rival: Measured) -> list[float]:
+        """CPU time over the rival's in each turn. A machine changes its speed in mid-duel: both steps of a turn meet
+        the same, the least of either side need not."""
         turns = zip(self.duel_cpu_seconds, rival.duel_cpu_seconds, strict=True)
-        return statistics.median(own / other for own, other in turns)
+        return [own / other for own, other in turns]
+
+    def duel_ratio(self, rival: Measured) -> float:
+        """Their median."""
+        return statistics.median(self.duel_ratios(rival))
 
 
 def run_world(job: Job, timeout_seconds: float) -> list[list[Measured]]:
@@ -190,7 +198,14 @@ def _measure(job: Job, domain: Domain) -> list[list[Measured]]:
     play("all", job.repeats, [job.kinds] * len(runs), [one.rounds for one in runs])
     play("close", job.close_repeats, [_close_kinds(one) for one in runs], [one.rounds for one in runs])
     duels = [_duellists(job, one) for one in runs]
-    play("duelling", job.duel_repeats, duels, [one.duel for one in runs])
+    for _ in range(MOST_DUEL_ROUNDS):
+        play("duelling", job.duel_repeats, duels, [one.duel for one in runs])
+        duels = [
+            kinds if kinds and one.is_undecided(kinds, job.duel_limit) else []
+            for kinds, one in zip(duels, runs, strict=True)
+        ]
+        if not any(duels):
+            break
     return [
         one.measured(job, runner, is_traced=number == job.traced_point) for number, one in enumerate(runs)
     ]
@@ -240,6 +255,14 @@ class _PointRuns:
         same = (results for other, results in self.rounds.items() if self.planned[other].digest == digest)
         return least_cpu_seconds([one for results in same for one in results])
 
+    def is_undecided(self, duel: Sequence[Mode], limit: float | None) -> bool:
+        """Whether the limit lies in the 95 % interval of the median ratio of the duel's turns."""
+        if limit is None:
+            return False
+        own, other = ([max(one.rank_cpu_seconds) for one in self.duel[kind]] for kind in duel)
+        low, high = median_interval([a / b for a, b in zip(own, other, strict=True)])
+        return low <= limit <= high
+
     def measured(self, job: Job, runner: _Runner, *, is_traced: bool) -> list[Measured]:
         """Every kind's figures, and its trace."""
 
@@ -264,6 +287,15 @@ class _PointRuns:
             )
             for index, kind in enumerate(job.kinds)
         ]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of a median, from order statistics (normal approximation of the sign test)."""
+    ordered, count = sorted(values), len(values)
+    reach = 0.98 * math.sqrt(count)
+    low = max(0, math.floor(count / 2 - reach))
+    high = min(count - 1, math.ceil(count / 2 + reach) - 1)
+    return ordered[low], ordered[high]
 
 
 def _duellists(job: Job, point: _PointRuns) -> list[Mode]:
