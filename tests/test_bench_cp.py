@@ -219,7 +219,7 @@ def test_who_duels_whom():
 
 
 def test_the_interval_of_a_median():
-    """By the binomial distribution the 5th to the 12th of 16 hold it in 92 % of cases, the 8th to the 17th of 24 in 94 %."""
+    """By the binomial distribution the 5th to the 12th of 16 hold it in 92 %, the 8th to the 17th of 24 in 94 %."""
     assert median_interval(range(16, 0, -1)) == (5, 12)
     assert median_interval([*range(1, 25)]) == (8, 17)
     assert median_interval([3.0]) == (3.0, 3.0)
