@@ -278,7 +278,8 @@ class TreeSearch:
     def _as_scored(
         self, workload: Workload, table: CostTable, best: int, features: Floats, polish_nodes: int
     ) -> Grid | None:
-        """The placement that the table's seconds and bytes are of, where no lane holds more than the busiest."""
+        """The placement that the table's seconds are of, where each lane fits: none holds more than the busiest, whose
+        bytes the table's are, or than memory lets it."""
         one = table.candidates[best]
         if one.form == "flat" or one.rounds * one.lanes == 1:
             return workload.single
@@ -286,7 +287,9 @@ class TreeSearch:
             return None
         free = workload.assign(one.lanes, 0)
         tokens = loads_of(workload.tree.responses, free.lane_of, one.lanes)
-        if max(tokens) > features[table.index.position[f"lane/{one.lanes}"]]:
+        most = max(tokens)
+        is_as_busiest = most <= features[table.index.position[f"lane/{one.lanes}"]]
+        if not is_as_busiest and most > self._capacity(workload, table, best, features):
             return None
         return Grid(free, (0,) * len(workload.works))
 
@@ -304,17 +307,18 @@ class TreeSearch:
 
     def _capacity(self, workload: Workload, table: CostTable, best: int, features: Floats) -> float:
         """Most response tokens of a lane in a round: what memory leaves beside the prompt, or the token budget."""
-        one, count = table.candidates[best], len(table.candidates)
-        position = table.index.position
-        bounds = ((0, self._memory_bytes), (count, self._options.tokens_per_rank or np.inf))
+        one = table.candidates[best]
+        # Either all responses are alike to a rank, or its lane's are.
+        of_all, of_lane = (table.index.position[name] for name in ("responses", f"lane/{one.lanes}"))
+        bounds = [(best, float(self._memory_bytes))]
+        if self._options.tokens_per_rank is not None:
+            bounds.append((len(table.candidates) + best, float(self._options.tokens_per_rank)))
         room = np.inf
-        for offset, limit in bounds:
-            row = table.limits[offset + best]
-            # Either all responses are alike to a rank, or its lane's are.
-            columns = [position["responses"], position[f"lane/{one.lanes}"]]
-            per_token = float(row[columns].sum())
-            used = float(row[columns] @ features[columns])
-            room = min(room, (limit - float(row @ features) + used) / per_token)
+        for number, limit in bounds:
+            row = table.limits[number]
+            a, b = float(row[of_all]), float(row[of_lane])
+            used = a * float(features[of_all]) + b * float(features[of_lane])
+            room = min(room, (limit - float(row @ features) + used) / (a + b))
         return room / one.rounds * (1 + 1e-12)
 
     def _seconds(
