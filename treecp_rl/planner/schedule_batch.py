@@ -68,7 +68,7 @@ FIRST_EXCESS = 0.025
 EASY_EXCESS = 0.006
 """That a first layout mostly reaches from two trees a rank on; measured, not derived."""
 LEAST_EXCESS = 0.002
-LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 256
+LEAST_TRIES, MOST_TRIES, MOST_LAID = 3, 20, 384
 """Layouts that are tried, and trees a pass that are laid in all: many trees need fewer tries, and more time each."""
 TREE_LIMITS = (1.0, 0.7, 0.35, 0.85, 0.5)
 """Limits of one tree over the target, in turn: the more, the more tries there are."""
