@@ -19,7 +19,7 @@ from treecp_rl.planner.lengths import read_lengths
 from treecp_rl.planner.polish import plan_for_run
 from treecp_rl.planner.profile import ClusterProfile, load_profile
 from treecp_rl.planner.schedule_batch import BatchPlan, Effort, Policy, plan_batch
-from treecp_rl.planner.search import TreeLengths, TreeSearch
+from treecp_rl.planner.search import TreeChoice, TreeLengths, TreeSearch
 from treecp_rl.simulator.methods import Alternative, Cluster, alternatives, one_by_one
 from treecp_rl.simulator.workloads import draw_batch
 
@@ -131,10 +131,9 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
     load_before = os.getloadavg()[0]
     cases, fixed_groups = [], []
     for group_size in (8, 16, 64):
-        for blocks in TREE_BLOCKS:
-            for space in SPACES:
-                cases.append(_tree_case(profile, blocks, group_size, space, options.repeats))
-                progress(_line(cases[-1]))
+        for case in _tree_cases(profile, group_size, options.repeats):
+            cases.append(case)
+            progress(_line(case))
     for num_trees, group_size, ranks in BATCHES:
         for workload in ("long", "reasoning", "mixed"):
             for seed in range(options.seeds):
@@ -156,29 +155,39 @@ def measure(options: BenchOptions, progress: Callable[[str], None] = lambda line
     }
 
 
-def _tree_case(
-    profile: ClusterProfile, blocks: int, group_size: int, space: Space, repeats: int
-) -> dict[str, Any]:
-    """Trees of a size, each planned once, after some for warming up."""
-    search = TreeSearch(profile, TREE_DEGREES, RunOptions(), space)
-    trees = [_sized(blocks * BLOCK_TOKENS, group_size, seed) for seed in range(10 + 10 * repeats)]
-    seconds = []
-    for tree in trees:
-        started = time.perf_counter()
-        choice = search(tree)
-        seconds.append(time.perf_counter() - started)
-    return {
-        "trees": 1,
-        "group_size": group_size,
-        "ranks": TREE_DEGREES[-1],
-        "policy": space,
-        "blocks": blocks,
-        "candidates": choice.num_candidates,
-        "solve_ms_median": statistics.median(seconds[10:]) * 1e3,
-        "solve_ms_least": min(seconds) * 1e3,
-        "gap": choice.lanes_gap,
-        "predicted_seconds": choice.seconds,
-    }
+def _tree_cases(profile: ClusterProfile, group_size: int, repeats: int) -> list[dict[str, Any]]:
+    """Trees of each size in each space, each planned once, after some for warming up; in turns, because a case takes
+    milliseconds, as long as others on a machine may disturb."""
+    asked = [(blocks, space) for blocks in TREE_BLOCKS for space in SPACES]
+    searches = [TreeSearch(profile, TREE_DEGREES, RunOptions(), space) for _, space in asked]
+    seconds: list[list[float]] = [[] for _ in asked]
+    choices: list[TreeChoice] = []
+    for turn in range(1 + repeats):
+        choices.clear()
+        for (blocks, _), search, of_case in zip(asked, searches, seconds, strict=True):
+            trees = [
+                _sized(blocks * BLOCK_TOKENS, group_size, seed) for seed in range(10 * turn, 10 * turn + 10)
+            ]
+            for tree in trees:
+                started = time.perf_counter()
+                choice = search(tree)
+                of_case.append(time.perf_counter() - started)
+            choices.append(choice)
+    return [
+        {
+            "trees": 1,
+            "group_size": group_size,
+            "ranks": TREE_DEGREES[-1],
+            "policy": space,
+            "blocks": blocks,
+            "candidates": choice.num_candidates,
+            "solve_ms_median": statistics.median(of_case[10:]) * 1e3,
+            "solve_ms_least": min(of_case) * 1e3,
+            "gap": choice.lanes_gap,
+            "predicted_seconds": choice.seconds,
+        }
+        for (blocks, space), of_case, choice in zip(asked, seconds, choices, strict=True)
+    ]
 
 
 def _sized(num_tokens: int, group_size: int, seed: int) -> TreeLengths:
