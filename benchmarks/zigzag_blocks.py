@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from treecp_rl.bench.cp_ranks import _Runner, _sharded_model, _stay_on_a_core, small_model_estimate
+from treecp_rl.bench.cp_ranks import (
+    _Runner,
+    _sharded_model,
+    _stay_on_a_core,
+    small_model_estimate,
+    turn_ratios,
+)
 from treecp_rl.bench.shapes import BatchPoint
 from treecp_rl.engine.passes import Domain
 from treecp_rl.planner import place
@@ -83,8 +89,8 @@ def main() -> None:
             seconds = pickle.loads((Path(folder) / "seconds.pkl").read_bytes())
         for number, tree in enumerate(GROUPS):
             for kind in KINDS:
-                both = zip(seconds[number, kind, "blocks"], seconds[number, kind, "equal"], strict=True)
-                ratio = statistics.median(blocks / equal for blocks, equal in both)
+                with_blocks, equal = (seconds[number, kind, name] for name in ("blocks", "equal"))
+                ratio = statistics.median(turn_ratios(with_blocks, equal))
                 cases.append(
                     {
                         "ranks": world_size,

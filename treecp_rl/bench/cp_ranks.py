@@ -103,14 +103,18 @@ class Measured:
     """Of the busiest rank in each turn of the duel, of the two kinds that had one."""
 
     def duel_ratios(self, rival: Measured) -> list[float]:
-        """CPU time over the rival's in each turn. A machine changes its speed in mid-duel: both steps of a turn meet
-        the same, the least of either side need not."""
-        turns = zip(self.duel_cpu_seconds, rival.duel_cpu_seconds, strict=True)
-        return [own / other for own, other in turns]
+        """CPU time over the rival's in each turn."""
+        return turn_ratios(self.duel_cpu_seconds, rival.duel_cpu_seconds)
 
     def duel_ratio(self, rival: Measured) -> float:
         """Their median."""
         return statistics.median(self.duel_ratios(rival))
+
+
+def turn_ratios(own: Sequence[float], rival: Sequence[float]) -> list[float]:
+    """One time over another, turn by turn. A machine changes its speed in mid-run: both steps of a turn meet the same,
+    the least of either side need not."""
+    return [a / b for a, b in zip(own, rival, strict=True)]
 
 
 def run_world(job: Job, timeout_seconds: float) -> list[list[Measured]]:
@@ -259,9 +263,12 @@ class _PointRuns:
         """Whether the limit lies in the 95 % interval of the median ratio of the duel's turns."""
         if limit is None:
             return False
-        own, other = ([max(one.rank_cpu_seconds) for one in self.duel[kind]] for kind in duel)
-        low, high = median_interval([a / b for a, b in zip(own, other, strict=True)])
+        low, high = median_interval(turn_ratios(*map(self.duel_cpu_seconds, duel)))
         return low <= limit <= high
+
+    def duel_cpu_seconds(self, kind: Mode) -> tuple[float, ...]:
+        """Of the busiest rank in each turn of the duel."""
+        return tuple(max(one.rank_cpu_seconds) for one in self.duel[kind])
 
     def measured(self, job: Job, runner: _Runner, *, is_traced: bool) -> list[Measured]:
         """Every kind's figures, and its trace."""
@@ -282,7 +289,7 @@ class _PointRuns:
                 peak_bytes=self.first[kind].peak_bytes,
                 tokens_computed=self.first[kind].tokens_computed,
                 planned=self.planned[kind],
-                duel_cpu_seconds=tuple(max(one.rank_cpu_seconds) for one in self.duel[kind]),
+                duel_cpu_seconds=self.duel_cpu_seconds(kind),
                 overlap=trace(index, kind) if is_traced else None,
             )
             for index, kind in enumerate(job.kinds)
@@ -290,7 +297,8 @@ class _PointRuns:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of a median, from order statistics (normal approximation of the sign test)."""
+    """About the 95 % confidence interval of a median, from order statistics (normal approximation of the sign test:
+    92 % for 16 values, 94 % for 24 and more)."""
     ordered, count = sorted(values), len(values)
     reach = 0.98 * math.sqrt(count)
     low = max(0, math.floor(count / 2 - reach))

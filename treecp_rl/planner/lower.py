@@ -99,7 +99,11 @@ def lower(
             for owned in _placements(tree, decision, root_is_resident)
         ]
         resident = _roots([tree]) if root_is_resident else ()
-        owned, stages = min(lowered, key=partial(_preference, decision, resident))
+        # Most kinds have one placement, and nothing to weigh.
+        is_choice = len(lowered) > 1
+        owned, stages = (
+            min(lowered, key=partial(_preference, decision, resident)) if is_choice else lowered[0]
+        )
         segments += owned
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
