@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import Qwen2Config
 
 from treecp_rl.attention.huggingface import PROGRAM_KEY
@@ -44,7 +41,7 @@ from treecp_rl.planner.search import TreeLengths
 from treecp_rl.simulator.charts import Chart, Panel, Series, svg
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model
-from treecp_rl.verify.subject import join_world
+from treecp_rl.verify.ranks import run_on_ranks
 
 HIDDEN, VOCABULARY = 64, 256
 MOST_PROMPT_TOKENS = 1024
@@ -155,9 +152,7 @@ def counted(model: torch.nn.Module, tree: TreeLengths, way: Way, domain: Domain)
     return tuple(zip(*ranks, strict=True))
 
 
-def run_rank(rank: int, world_size: int, grid: Grid, folder: str) -> None:
-    torch.set_num_threads(1)
-    join_world(rank, world_size, f"{folder}/rendezvous")
+def run_rank(rank: int, world_size: int, grid: Grid) -> list[dict[str, Any]]:
     domain = Domain(rank, world_size, dist.group.WORLD)  # type: ignore[arg-type]
     cases = []
     for heads in grid.heads:
@@ -166,9 +161,7 @@ def run_rank(rank: int, world_size: int, grid: Grid, folder: str) -> None:
         for tree, way in product(grid.trees(), WAYS):
             found = counted(model, tree, way, domain)
             cases.append(case_of(tree, way, world_size, shape, found))
-    if rank == 0:
-        Path(folder, "cases.pkl").write_bytes(pickle.dumps(cases))
-    dist.destroy_process_group()
+    return cases
 
 
 def case_of(
@@ -194,23 +187,9 @@ def case_of(
 
 def run_world(world_size: int, grid: Grid, timeout_seconds: float) -> list[dict[str, Any]]:
     """Cases of one number of ranks, on processes of their own, which end with this call."""
-    with tempfile.TemporaryDirectory(prefix="treecp-crossover-") as folder:
-        ranks = mp.start_processes(
-            run_rank, (world_size, grid, folder), nprocs=world_size, join=False, start_method="spawn"
-        )
-        deadline = time.monotonic() + timeout_seconds
-        try:
-            while not ranks.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{world_size} ranks still ran after {timeout_seconds:.0f} s; raise --timeout"
-                    )
-        finally:
-            for process in ranks.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        return list(pickle.loads(Path(folder, "cases.pkl").read_bytes()))
+    return run_on_ranks(
+        run_rank, world_size, grid, timeout_seconds=timeout_seconds, advice="raise --timeout"
+    )[0]
 
 
 def expected_ratio(shape: ModelShape, ranks: int, group_size: int, response: int) -> float:

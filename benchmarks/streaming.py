@@ -7,20 +7,22 @@ over ranks; rank 0 prints one JSON object.
 import argparse
 import json
 import statistics
-import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from treecp_rl.bench.memory import peak_bytes
 from treecp_rl.engine.capabilities import prepare_model
 from treecp_rl.engine.passes import Domain, PassOptions, plan_passes, run_passes
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
+from treecp_rl.verify.ranks import run_on_ranks
 
 PROMPT, RESPONSES = 512, (96, 128, 64, 80)
+TIMEOUT_SECONDS = 3600.0
 
 
 def rows_of(num_trees: int) -> list[Row]:
@@ -33,10 +35,7 @@ def rows_of(num_trees: int) -> list[Row]:
     return [Row(f"tree{i}", prompt, tokens(n)) for i, prompt in enumerate(prompts) for n in RESPONSES]
 
 
-def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    world_size = arguments.world_size
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def run_rank(rank: int, world_size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     domain = Domain(rank, world_size, dist.group.WORLD)
     model = random_model(tiny_config(500, hidden_size=256), torch.float32, drawn_in=torch.float32)
     prepare_model(model)
@@ -62,27 +61,15 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
             wall, cpu = time.perf_counter(), time.process_time()
             step(streaming)
             found.append((over_ranks(time.perf_counter() - wall), over_ranks(time.process_time() - cpu)))
-    if rank == 0:
-        cases = [
-            {
-                "streaming": streaming,
-                "seconds": statistics.median(wall for wall, _ in found),
-                "cpu_seconds": min(cpu for _, cpu in found),
-                "peak_bytes": int(peaks[streaming]),
-            }
-            for streaming, found in seconds.items()
-        ]
-        record = {
-            "world_size": world_size,
-            "trees": arguments.trees,
-            "repeats": arguments.repeats,
-            "cases": cases,
+    return [
+        {
+            "streaming": streaming,
+            "seconds": statistics.median(wall for wall, _ in found),
+            "cpu_seconds": min(cpu for _, cpu in found),
+            "peak_bytes": int(peaks[streaming]),
         }
-        print(json.dumps(record, indent=2))
-        if arguments.json:
-            with open(arguments.json, "w") as file:
-                file.write(json.dumps(record, indent=2) + "\n")
-    dist.destroy_process_group()
+        for streaming, found in seconds.items()
+    ]
 
 
 if __name__ == "__main__":
@@ -92,5 +79,14 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(run_rank, (directory, chosen), nprocs=chosen.world_size)
+    cases = run_on_ranks(run_rank, chosen.world_size, chosen, timeout_seconds=TIMEOUT_SECONDS)[0]
+    record = {
+        "world_size": chosen.world_size,
+        "trees": chosen.trees,
+        "repeats": chosen.repeats,
+        "cases": cases,
+    }
+    text = json.dumps(record, indent=2) + "\n"
+    print(text, end="")
+    if chosen.json:
+        Path(chosen.json).write_text(text)

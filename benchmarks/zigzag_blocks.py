@@ -9,20 +9,16 @@ the same, and the ratio is noise: it says how much the others may be trusted.
 
 import argparse
 import json
-import pickle
 import statistics
-import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from treecp_rl.bench.cp_ranks import (
-    _Runner,
-    _sharded_model,
-    _stay_on_a_core,
+    Runner,
+    sharded_model,
     small_model_estimate,
+    stay_on_a_core,
     turn_ratios,
 )
 from treecp_rl.bench.shapes import BatchPoint
@@ -30,22 +26,24 @@ from treecp_rl.engine.passes import Domain
 from treecp_rl.planner import place
 from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.search import TreeLengths
-from treecp_rl.verify.ranks import join_world
+from treecp_rl.verify.ranks import run_on_ranks
 
 GROUPS = (TreeLengths(1005, (112,) * 8), TreeLengths(1300, (210,) * 4), TreeLengths(810, (1500, 700)))
 KINDS: tuple[Mode, ...] = ("gather", "reuse_ring", "tree_move_kv", "move_q")
 VARIANTS = {"blocks": place.BLOCKS, "equal": ()}
+TIMEOUT_SECONDS = 3600.0
+
+Seconds = dict[tuple[int, Mode, str], list[float]]
+"""Of each turn, by group, kind and variant."""
 
 
-def measure(rank: int, world_size: int, turns: int, folder: str) -> None:
+def measure(rank: int, world_size: int, turns: int) -> Seconds:
     """One rank: every turn runs each kind on each group both ways."""
-    torch.set_num_threads(1)
-    _stay_on_a_core(rank)
-    join_world(rank, world_size, f"{folder}/rendezvous")
+    stay_on_a_core(rank)
     group = dist.group.WORLD
-    runner = _Runner(_sharded_model(), Domain(rank, world_size, group), small_model_estimate())  # type: ignore[arg-type]
+    runner = Runner(sharded_model(), Domain(rank, world_size, group), small_model_estimate())  # type: ignore[arg-type]
     points = [BatchPoint(str(number), (tree,)) for number, tree in enumerate(GROUPS)]
-    seconds: dict[tuple[int, Mode, str], list[float]] = {}
+    seconds: Seconds = {}
     for turn in range(turns + 1):
         for number, point in enumerate(points):
             for kind in KINDS:
@@ -54,9 +52,7 @@ def measure(rank: int, world_size: int, turns: int, folder: str) -> None:
                     result = runner.step(point, kind)
                     if turn:
                         seconds.setdefault((number, kind, name), []).append(max(result.rank_cpu_seconds))
-    if rank == 0:
-        (Path(folder) / "seconds.pkl").write_bytes(pickle.dumps(seconds))
-    dist.destroy_process_group()
+    return seconds
 
 
 def is_cut_at_blocks(tree: TreeLengths, world_size: int) -> bool:
@@ -82,11 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = []
     for world_size in (2, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(
-                measure, (world_size, arguments.turns, folder), nprocs=world_size, start_method="spawn"
-            )
-            seconds = pickle.loads((Path(folder) / "seconds.pkl").read_bytes())
+        seconds = run_on_ranks(measure, world_size, arguments.turns, timeout_seconds=TIMEOUT_SECONDS)[0]
         for number, tree in enumerate(GROUPS):
             for kind in KINDS:
                 with_blocks, equal = (seconds[number, kind, name] for name in ("blocks", "equal"))

@@ -5,13 +5,11 @@ it computes itself.
 """
 
 import math
-import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.attention.test_executor import dense_attention
 from tests.planner.test_check import DEEP, decision, trees
@@ -22,6 +20,7 @@ from treecp_rl.plan import Decision
 from treecp_rl.planner.check import check
 from treecp_rl.planner.cost import ModelShape, bytes_sent
 from treecp_rl.planner.lower import lower
+from treecp_rl.verify.ranks import run_on_ranks
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 KINDS = ("gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused")
@@ -111,19 +110,13 @@ def worst_error(nodes, decisions, dtype, options, rank, world_size):
     return max(error_of(a.detach(), b.detach()[:, :, own]) for a, b in pairs)
 
 
-def run_rank(rank, world_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    errors = {name: worst_error(*case, rank, world_size) for name, case in cases(world_size).items()}
-    torch.save(errors, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def run_rank(rank, world_size):
+    return {name: worst_error(*case, rank, world_size) for name, case in cases(world_size).items()}
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_of_decision_equals_dense_attention(world_size):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
-        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
+    ranks = run_on_ranks(run_rank, world_size, timeout_seconds=300)
     for name, (_, _, dtype, _) in cases(world_size).items():
         worst = max(errors[name] for errors in ranks)
         assert worst <= BOUNDS[dtype], f"{name}: {worst:.1e} > {BOUNDS[dtype]:.0e}"

@@ -1,6 +1,5 @@
 """Proves that a pass cut over ranks equals the same pass on one rank, through FSDP2, for every kind of plan."""
 
-import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
@@ -8,7 +7,6 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from treecp_rl.engine.capabilities import prepare_model
@@ -23,6 +21,7 @@ from treecp_rl.planner.profile import Link
 from treecp_rl.tree import Row
 from treecp_rl.verify.models import random_model, tiny_config
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
+from treecp_rl.verify.ranks import run_on_ranks
 
 VARIANTS = {
     **{mode: {"mode": mode} for mode in get_args(Mode)},
@@ -120,9 +119,7 @@ def step(model, rows, domain=None, tokens_per_pass=400, share="prefix", planned_
     return old, report, gradients_of(model)
 
 
-def run_rank(rank, world_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def run_rank(rank, world_size):
     domain = Domain(rank, world_size, dist.group.WORLD)
     found = {}
     for checkpointing, reshard in ((False, True), (True, False)):
@@ -141,8 +138,7 @@ def run_rank(rank, world_size, folder):
         averaged = {name: gradient / world_size for name, gradient in gradients.items()}
         found["ragged", f"{mode}, replicated", False] = (by_row(old), averaged, report.pad_tokens)
     found["digest"] = refusal_of_unequal_plans(fresh_model(sharded=True), domain)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def refusal_of_unequal_plans(model, domain):
@@ -161,9 +157,7 @@ def test_a_pass_over_ranks_equals_one_rank(world_size):
     for case in CASES:
         old, _, gradients = step(fresh_model(sharded=False), rows_of(case))
         expected[case] = (by_row(old), gradients)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (world_size, folder), nprocs=world_size)
-        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
+    ranks = run_on_ranks(run_rank, world_size, timeout_seconds=600)
     for found in ranks:
         digest = found.pop("digest")
         assert "different plans" in digest and "on ranks [0]" in digest

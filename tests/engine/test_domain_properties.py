@@ -1,31 +1,17 @@
 """Proves what holds of any plan over ranks: the same bits twice, responses that do not see each other, and domains
 with unlike work in lockstep."""
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.engine.test_domain import BOUND, by_row, fresh_model, rows_of, step
 from treecp_rl.engine.passes import Domain
 from treecp_rl.tree import Row
 from treecp_rl.verify.oracle import gradients_of, max_relative_gradient_error
+from treecp_rl.verify.ranks import run_on_ranks
 
 MODES = ("gather", "heads", "tree_move_kv", "move_q", "split", "split_move_q")
-
-
-def join(rank, world_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-
-
-def run_ranks(target, world_size):
-    """What each rank saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(target, (world_size, folder), nprocs=world_size)
-        return [torch.load(f"{folder}/{rank}.pt") for rank in range(world_size)]
 
 
 def with_another_token(rows, changed):
@@ -35,8 +21,7 @@ def with_another_token(rows, changed):
     return [Row(r.uid, r.prompt, response if i == changed else r.response) for i, r in enumerate(rows)]
 
 
-def repeat_and_perturb(rank, world_size, folder):
-    join(rank, world_size, folder)
+def repeat_and_perturb(rank, world_size):
     domain = Domain(rank, world_size, dist.group.WORLD)
     model = fresh_model(sharded=True)
     rows = rows_of("ragged")
@@ -52,12 +37,11 @@ def repeat_and_perturb(rank, world_size, folder):
         perturbed = by_row(step(model, with_another_token(rows, 2), domain, mode=mode, share="prompt")[0])
         moved = {row: (first[row] - perturbed[row]).abs().max().item() for row in first if len(first[row])}
         found[mode] = (same, moved)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def test_the_same_step_twice_is_bit_identical_and_siblings_do_not_see_each_other():
-    for found in run_ranks(repeat_and_perturb, 2):
+    for found in run_on_ranks(repeat_and_perturb, 2, timeout_seconds=300):
         for mode, (same, moved) in found.items():
             assert same, mode
             assert moved.pop(2) > 1e-3, mode
@@ -75,8 +59,7 @@ def rows_of_domain(number):
     return [Row(f"short{i}", tokens(9 + i, 80), tokens(19 + i, 70)) for i in range(2)]
 
 
-def unlike_domains(rank, world_size, folder):
-    join(rank, world_size, folder)
+def unlike_domains(rank, world_size):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     domain = Domain(rank % 2, 2, groups[rank // 2])
     found = []
@@ -86,15 +69,14 @@ def unlike_domains(rank, world_size, folder):
         old, report, _ = step(model, rows_of_domain(rank // 2), domain, tokens_per_pass=200)
         counts = (report.num_passes, report.num_groups_replayed, report.pad_tokens)
         found.append((by_row(old), gradients_of(model), counts))
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.slow
 def test_domains_with_rounds_and_without_stay_in_lockstep():
     alone = [step(fresh_model(sharded=False), rows_of_domain(number)) for number in range(2)]
     expected = {name: (alone[0][2][name] + alone[1][2][name]) / 2 for name in alone[0][2]}
-    for rank, found in enumerate(run_ranks(unlike_domains, 4)):
+    for rank, found in enumerate(run_on_ranks(unlike_domains, 4, timeout_seconds=300)):
         for log_probs, gradients, (num_passes, num_replayed, pad_tokens) in found:
             for row, values in by_row(alone[rank // 2][0]).items():
                 assert torch.allclose(log_probs[row], values, rtol=0, atol=1e-12)

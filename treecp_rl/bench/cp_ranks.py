@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
@@ -42,7 +40,7 @@ from treecp_rl.planner.batch import Mode
 from treecp_rl.planner.estimates import dims_of, estimate
 from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.verify.models import random_model, tiny_config
-from treecp_rl.verify.ranks import RankFailure, join_world
+from treecp_rl.verify.ranks import run_on_ranks
 
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 256
@@ -124,53 +122,25 @@ def run_world(job: Job, timeout_seconds: float) -> list[list[Measured]]:
         BenchError: kinds do not agree, or bytes are not what their schedules say.
         RankFailure: a rank raised, died, or still ran after ``timeout_seconds``.
     """
-    with tempfile.TemporaryDirectory(prefix="treecp-bench-cp-") as folder:
-        ranks = mp.start_processes(
-            _main, (job, folder), nprocs=job.world_size, join=False, start_method="spawn"
-        )
-        try:
-            _wait(ranks, timeout_seconds)
-        finally:
-            for process in ranks.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        outcome = pickle.loads((Path(folder) / "outcome.pkl").read_bytes())
+    advice = "raise --timeout, or lower --budgets or --scale"
+    outcome = run_on_ranks(
+        _main, job.world_size, job, timeout_seconds=timeout_seconds, threads=job.threads, advice=advice
+    )[0]
     if isinstance(outcome, BenchError):
         raise outcome
-    return list(outcome)
+    return outcome
 
 
-def _wait(ranks: Any, timeout_seconds: float) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        while not ranks.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                running = [rank for rank, process in enumerate(ranks.processes) if process.is_alive()]
-                raise RankFailure(
-                    f"ranks {running} still ran after {timeout_seconds:.0f} s and were ended; a hang, or a machine "
-                    "too slow for these points: raise --timeout, or lower --budgets or --scale"
-                )
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        raise RankFailure(str(error).strip()) from error
-
-
-def _main(rank: int, job: Job, folder: str) -> None:
-    torch.set_num_threads(job.threads)
-    _stay_on_a_core(rank)
-    join_world(rank, job.world_size, f"{folder}/rendezvous")
-    outcome: list[list[Measured]] | BenchError
+def _main(rank: int, world_size: int, job: Job) -> list[list[Measured]] | BenchError:
+    stay_on_a_core(rank)
     try:
         # What stops a bench is computed from numbers that all ranks share, so that all stop together.
-        outcome = _measure(job, Domain(rank, job.world_size, dist.group.WORLD))  # type: ignore[arg-type]
+        return _measure(job, Domain(rank, world_size, dist.group.WORLD))  # type: ignore[arg-type]
     except BenchError as error:
-        outcome = error
-    if rank == 0:
-        (Path(folder) / "outcome.pkl").write_bytes(pickle.dumps(outcome))
-    dist.destroy_process_group()
+        return error
 
 
-def _stay_on_a_core(rank: int) -> None:
+def stay_on_a_core(rank: int) -> None:
     """A rank that wanders between cores leaves its caches behind, which is in nobody's plan."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -179,7 +149,7 @@ def _stay_on_a_core(rank: int) -> None:
 
 def _measure(job: Job, domain: Domain) -> list[list[Measured]]:
     """Rounds over all points: what slows the machine down for a while then meets a kind in few of its repeats."""
-    runner = _Runner(_sharded_model(), domain, job.profile or small_model_estimate())
+    runner = Runner(sharded_model(), domain, job.profile or small_model_estimate())
     # The first step of a process loads kernels and lets FSDP2 lay out its parameters.
     runner.step(job.points[0], job.kinds[0])
 
@@ -225,7 +195,7 @@ def small_model_estimate() -> ClusterProfile:
     return estimate("cpu", "small model of bench cp", dims_of(small_config()))
 
 
-def _sharded_model() -> torch.nn.Module:
+def sharded_model() -> torch.nn.Module:
     model = random_model(small_config(), torch.float32, drawn_in=torch.float32)
     prepare_model(model)
     for layer in model.model.layers:
@@ -234,7 +204,7 @@ def _sharded_model() -> torch.nn.Module:
     return model
 
 
-def _first_steps(job: Job, runner: _Runner, point: Point | BatchPoint) -> _PointRuns:
+def _first_steps(job: Job, runner: Runner, point: Point | BatchPoint) -> _PointRuns:
     planned = {kind: runner.plan(point, kind) for kind in job.kinds}
     first = {kind: runner.step(point, kind, counts_memory=job.counts_memory) for kind in job.kinds}
     _require_agreement(first, planned, f"{point.name} at {point.budget_tokens} tokens")
@@ -270,7 +240,7 @@ class _PointRuns:
         """Of the busiest rank in each turn of the duel."""
         return tuple(max(one.rank_cpu_seconds) for one in self.duel[kind])
 
-    def measured(self, job: Job, runner: _Runner, *, is_traced: bool) -> list[Measured]:
+    def measured(self, job: Job, runner: Runner, *, is_traced: bool) -> list[Measured]:
         """Every kind's figures, and its trace."""
 
         def median(clock: str, kind: Mode) -> float:
@@ -349,7 +319,7 @@ Results = dict[Mode, list[StepResult]]
 """Of a point's kinds, round by round."""
 
 
-class _Runner:
+class Runner:
     """Steps of a model on this rank's domain."""
 
     def __init__(self, model: torch.nn.Module, domain: Domain, profile: ClusterProfile) -> None:

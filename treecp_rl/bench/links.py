@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from treecp_rl.bench.fit import Floats, fit_terms
 from treecp_rl.collectives import Traffic, exchange, max_over_ranks
 from treecp_rl.errors import ConfigError
 from treecp_rl.planner.profile import Link
+from treecp_rl.verify.ranks import run_on_ranks
 
 TRANSPORTS = ("all-to-all", "point-to-point")
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -113,11 +111,13 @@ def launched() -> Launch | None:
 def measure_links(launch: Launch | None, threads: int) -> MeasuredLinks:
     """Latency and seconds a byte of exchanges; every rank of a launch enters, all get the same."""
     if launch is None:
-        with tempfile.TemporaryDirectory(prefix="treecp-link-") as folder:
-            mp.start_processes(_local_rank, (threads, folder), nprocs=2, join=True, start_method="spawn")
-            seconds = np.load(Path(folder) / "seconds.npy")
-        return MeasuredLinks(_fitted(seconds), {}, _backend(2), 2, None)
-    node, cluster = _seconds(launch, threads, "env://")
+        backend = _backend(2)
+        timeout_seconds = LINK_TIMEOUT.total_seconds()
+        (seconds, _), _ = run_on_ranks(
+            _local_rank, 2, timeout_seconds=timeout_seconds, threads=threads, backend=backend
+        )
+        return MeasuredLinks(_fitted(seconds), {}, backend, 2, None)
+    node, cluster = _launched_seconds(launch, threads)
     return MeasuredLinks(
         {} if node is None else _fitted(node),
         {} if cluster is None else _fitted(cluster),
@@ -139,29 +139,31 @@ def _device(backend: str, launch: Launch) -> torch.device:
     return device
 
 
-def _local_rank(rank: int, threads: int, folder: str) -> None:
+def _local_rank(rank: int, world_size: int) -> tuple[Floats | None, Floats | None]:
     """One of the two processes that stand in for a launch."""
-    seconds, _ = _seconds(Launch(rank, 2, 2), threads, f"file://{folder}/rendezvous")
-    if rank == 0:
-        np.save(Path(folder) / "seconds.npy", np.array(seconds))
+    return _seconds(Launch(rank, world_size, ranks_per_node=world_size))
 
 
-def _seconds(launch: Launch, threads: int, init_method: str) -> tuple[Floats | None, Floats | None]:
-    """Of exchanges inside nodes and between them, as ``_measured``; joins the ranks and leaves them."""
+def _launched_seconds(launch: Launch, threads: int) -> tuple[Floats | None, Floats | None]:
+    """Joins the ranks of the launch, measures, and leaves them."""
     torch.set_num_threads(threads)
-    backend = _backend(launch.ranks_per_node)
-    device = _device(backend, launch)
     dist.init_process_group(
-        backend,
-        init_method=init_method,
+        _backend(launch.ranks_per_node),
+        init_method="env://",
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=LINK_TIMEOUT,
     )
     try:
-        return _measured(launch.of_nodes, device), _measured(launch.of_places, device)
+        return _seconds(launch)
     finally:
         dist.destroy_process_group()
+
+
+def _seconds(launch: Launch) -> tuple[Floats | None, Floats | None]:
+    """Of exchanges inside nodes and between them, as ``_measured``; all ranks have joined."""
+    device = _device(_backend(launch.ranks_per_node), launch)
+    return _measured(launch.of_nodes, device), _measured(launch.of_places, device)
 
 
 def _measured(groups: Sequence[Sequence[int]], device: torch.device) -> Floats | None:

@@ -31,6 +31,7 @@ from treecp_rl.errors import ConfigError
 from treecp_rl.planner.batch import Mode
 from treecp_rl.tree import Share
 from treecp_rl.verify.cases import Case, Lengths, bind_loss
+from treecp_rl.verify.jobs import Job, build_cases, run_world
 from treecp_rl.verify.losses import BatchLoss, LossSpec
 from treecp_rl.verify.models import DTYPES, load_config, parameter_count, random_model
 from treecp_rl.verify.oracle import (
@@ -40,7 +41,6 @@ from treecp_rl.verify.oracle import (
     max_relative_gradient_error,
     relative_l2_error,
 )
-from treecp_rl.verify.ranks import Job, build_cases, run_world
 from treecp_rl.verify.subject import Outcome
 
 WORLD_SIZES = (1, 2, 4, 8)

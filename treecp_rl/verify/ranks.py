@@ -1,133 +1,95 @@
-"""job file -> one process a rank over gloo -> outcome files. `python -m treecp_rl.verify.ranks DIR RANK
-WORLD`.
+"""function -> one fresh process a rank, joined -> what the function returned on each.
 
-The parent starts the ranks, waits up to a deadline, and ends only its own children. A rank that fails ends
-the others at once: a collective that will never meet must not eat the whole timeout.
+The caller waits up to a deadline and ends only its own children. A rank that fails ends the others at once: a
+collective that will never meet must not eat the whole timeout.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
+import torch.multiprocessing as mp
 
 from treecp_rl.errors import TreeCPError
-from treecp_rl.planner.batch import Mode
-from treecp_rl.tree import Share
-from treecp_rl.verify.cases import Case, Lengths, cases_from_lengths, standard_cases
-from treecp_rl.verify.losses import BatchLoss
-from treecp_rl.verify.models import DTYPES, random_model
-from treecp_rl.verify.subject import Outcome, join_world, merge_outcomes, prepare_engine_model, run_engine
+
+T = TypeVar("T")
 
 
 class RankFailure(TreeCPError):
     """A spawned rank raised, died, or was still running at the deadline."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """All a rank needs; cases are rebuilt from their recipe, because they hold functions."""
+def run_on_ranks(
+    function: Callable[..., T],
+    world_size: int,
+    *arguments: Any,
+    timeout_seconds: float,
+    threads: int = 1,
+    backend: str = "gloo",
+    advice: str = "",
+) -> list[T]:
+    """``function(rank, world_size, *arguments)`` of a module on every rank; what each returned, by rank.
 
-    config: PretrainedConfig
-    dtype: str
-    share: Share
-    lengths: tuple[Lengths, ...] | None
-    case_names: tuple[str, ...]
-    losses: tuple[BatchLoss, ...]
-    plans: tuple[Mode | None, ...] = (None,)
-    """What each case is run by, one after another, see ``subject.run_engine``."""
+    Args:
+        threads: torch's, of each rank.
+        advice: the end of the message of a timeout: what to do about it.
 
-
-def build_cases(config: PretrainedConfig, lengths: tuple[Lengths, ...] | None) -> tuple[Case, ...]:
-    return cases_from_lengths(config.vocab_size, lengths) if lengths else standard_cases(config.vocab_size)
-
-
-def run_job(job: Job, rank: int, world_size: int) -> list[Outcome]:
-    """Every case of the job on this rank, in order, for the first plan, then for the next."""
-    dtype = DTYPES[job.dtype]
-    model = prepare_engine_model(random_model(job.config, dtype, drawn_in=dtype), world_size)
-    by_name = {case.name: case for case in build_cases(job.config, job.lengths)}
-    return [
-        run_engine(model, by_name[name], loss, share=job.share, plan=plan, rank=rank, world_size=world_size)
-        for plan in job.plans
-        for name, loss in zip(job.case_names, job.losses, strict=True)
-    ]
-
-
-def run_world(job: Job, world_size: int, timeout_seconds: float) -> list[Outcome]:
-    """The job on `world_size` processes; one merged outcome a plan and case."""
-    if world_size == 1:
-        return run_job(job, 0, 1)
-    with tempfile.TemporaryDirectory(prefix="treecp-verify-") as folder:
-        directory = Path(folder)
-        (directory / "job.pkl").write_bytes(pickle.dumps(job))
-        children = [_start(directory, rank, world_size) for rank in range(world_size)]
+    Raises:
+        RankFailure: a rank raised, died, or still ran after ``timeout_seconds``.
+    """
+    with tempfile.TemporaryDirectory(prefix="treecp-ranks-") as folder:
+        call = (function, world_size, arguments, threads, backend, Path(folder))
+        ranks = mp.start_processes(_rank, call, nprocs=world_size, join=False, start_method="spawn")
         try:
-            _wait(children, directory, time.monotonic() + timeout_seconds, timeout_seconds)
+            _wait(ranks, timeout_seconds, advice)
         finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
-        ranks = [pickle.loads((directory / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)]
-    return [merge_outcomes(list(parts)) for parts in zip(*ranks, strict=True)]
+            for process in ranks.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def _start(directory: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
-    threads = max(1, torch.get_num_threads() // world_size)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "treecp_rl.verify.ranks", str(directory), str(rank), str(world_size)]
-    with (directory / f"rank{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _wait(
-    children: list[subprocess.Popen[bytes]], directory: Path, deadline: float, timeout_seconds: float
-) -> None:
-    while True:
-        codes = [child.poll() for child in children]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            rank = failed[0]
-            tail = (directory / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()[-15:]
-            raise RankFailure(f"rank {rank} ended with code {codes[rank]}:\n" + "\n".join(tail))
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            running = [rank for rank, code in enumerate(codes) if code is None]
-            raise RankFailure(
-                f"ranks {running} still ran after {timeout_seconds:.0f} s and were ended; "
-                "a hang, or a machine too slow for these lengths (--timeout)"
-            )
-        time.sleep(0.05)
-
-
-def _main(directory: Path, rank: int, world_size: int) -> None:
-    job: Job = pickle.loads((directory / "job.pkl").read_bytes())
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    join_world(rank, world_size, str(directory / "rendezvous"))
-    outcomes = run_job(job, rank, world_size)
-    if rank != 0:
-        outcomes = [Outcome(**{**vars(outcome), "gradients": {}}) for outcome in outcomes]
-    (directory / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
+def _wait(ranks: Any, timeout_seconds: float, advice: str) -> None:
+    deadline = time.monotonic() + timeout_seconds
     try:
-        _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    except BaseException:
-        traceback.print_exc()
-        # Without this, the gloo threads of a failed rank may keep the process alive until its peers give up.
-        sys.stderr.flush()
-        os._exit(1)
+        while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                running = [rank for rank, process in enumerate(ranks.processes) if process.is_alive()]
+                raise RankFailure(
+                    f"ranks {running} still ran after {timeout_seconds:.0f} s and were ended; a hang, or a machine "
+                    f"too slow for this{advice and ': '}{advice}"
+                )
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RankFailure(str(error).strip()) from error
+
+
+def _rank(
+    rank: int,
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: tuple[Any, ...],
+    threads: int,
+    backend: str,
+    folder: Path,
+) -> None:
+    torch.set_num_threads(threads)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    returned = function(rank, world_size, *arguments)
+    (folder / f"{rank}.pkl").write_bytes(pickle.dumps(returned))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the interpreter's end: a thread of gloo may still hold tensors of the last collective, and one that
+    # asks an ending interpreter for its lock aborts the process.
+    os._exit(0)

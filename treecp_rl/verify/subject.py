@@ -168,7 +168,3 @@ def _sync_on_last(model: nn.Module, is_last: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     yield
-
-
-def join_world(rank: int, world_size: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
