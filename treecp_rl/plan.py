@@ -6,6 +6,7 @@ nothing names a tree. A plan is data and one executor runs any plan.
 """
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
@@ -137,6 +138,27 @@ TOKEN_PAIRS = 1856
 Kind = Literal["local", "gather", "gather_whole", "heads", "ring", "tree_move_kv", "move_q", "dcp_fused"]
 
 
+class RankLoad(NamedTuple):
+    """What a rank does in a layer."""
+
+    tokens: int
+    pairs: int
+    """Query-key pairs."""
+    moved_pairs: float
+    """What arrives at the rank or leaves it, whichever is more, in pairs."""
+    calls: float
+    """Of kernels."""
+
+
+class ForwardShares(NamedTuple):
+    """Parts that forward takes, in the order of ``RankLoad``; the rest is backward's."""
+
+    tokens: float
+    pairs: float
+    moves: float
+    calls: float
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """What a rank's part of a layer costs beside query-key pairs, each in so many pairs."""
@@ -150,11 +172,24 @@ class Weights:
     tile_pairs: float
     """Of a kernel call: a tile, or several that the executor joins."""
     ranks_per_node: int
+    forward: ForwardShares
+    """Tokens may take more of forward than pairs do, so that who has more tokens is the last there."""
 
     def moved_pairs(self, src: int, dst: int) -> float:
         """Of a token's K/V from one rank to another."""
         is_near = src // self.ranks_per_node == dst // self.ranks_per_node
         return self.near_token_pairs if is_near else self.far_token_pairs
+
+    def busiest(self, loads: Iterable[RankLoad]) -> float:
+        """Of the last rank in forward and the last in backward, which may be two: ranks meet after each layer."""
+        of_token, of_pair, of_move, of_call = self.forward
+        forward = backward = 0.0
+        for tokens, pairs, moved, calls in loads:
+            in_tokens, in_calls = self.token_pairs * tokens, self.tile_pairs * calls
+            there = of_token * in_tokens + of_pair * pairs + of_move * moved + of_call * in_calls
+            forward = max(forward, there)
+            backward = max(backward, in_tokens + pairs + moved + in_calls - there)
+        return forward + backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,10 +89,12 @@ def compared(form, kind, cases, degrees, profile=PROFILE):
 def test_bytes_of_even_trees_are_exact(form, kind):
     """Within a node, where all chunks divide and no response is cut.
 
-    In a prefill by heads, lanes that own the middle of the prompt do not read its end; the form lets them.
+    In a prefill by heads, lanes that own the middle of the prompt do not read its end; the form lets them. Spans of a
+    prompt are read by fewer ranks, or lie beside a response of which a rank then lacks a part; the form has zigzags.
     """
+    about = {("split", "heads"): 0.02, ("fused", "gather"): 0.05}.get((form, kind), 1e-3)
     for one, _, moved, _ in compared(form, kind, EVEN, (1, 2, 4, 8)):
-        assert moved == pytest.approx(1.0, abs=0.02 if (form, kind) == ("split", "heads") else 1e-3), one
+        assert moved == pytest.approx(1.0, abs=about), one
 
 
 @pytest.mark.parametrize(("form", "kind"), KINDS)

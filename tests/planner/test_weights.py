@@ -1,13 +1,16 @@
 """Proves that placements weighed by a profile are valid plans, and cost less by that profile than even ones."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.shapes import trees
 from treecp_rl.bench.shapes import point
 from treecp_rl.plan import Decision
+from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
 from treecp_rl.planner.forms import RunOptions, weights_of
@@ -53,7 +56,7 @@ def test_weighed_plans_are_faster_than_even_ones_and_than_dealt_blocks(shape, ro
     group = point(shape, 8 * row_tokens)
     nodes = nodes_of([TreeLengths(group.prompt, group.responses)])
     weighed = seconds_of(nodes, Decision("gather", degree=degree, weights=WEIGHTS))
-    assert weighed <= 1.01 * seconds_of(nodes, Decision("gather", degree=degree))
+    assert weighed <= 1.02 * seconds_of(nodes, Decision("gather", degree=degree))
     # On two ranks blocks have as few kernel calls.
     limit = 0.995 if degree == 2 else 0.97
     assert weighed <= limit * seconds_of(nodes, Decision("dcp_fused", degree=degree))
@@ -69,3 +72,50 @@ def test_long_responses_stay_on_ranks_of_their_own():
     ]
     # Five ranks' worth and a bit; the shorter ones share what is left.
     assert len(owners[0]) <= 6 and len(owners[0] & (owners[1] | owners[2])) <= 1
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 8])
+@pytest.mark.parametrize(("prompt", "responses"), [(4000, (80,) * 8), (90, (700, 20, 300)), (9, (2000,))])
+def test_a_replay_finds_the_prompt_where_its_prefill_left_it(prompt, responses, degree):
+    decision = Decision("gather", degree=degree, weights=WEIGHTS)
+    prefill = lower(trees((prompt, ())), [decision], degree)
+    replay = lower(trees((prompt, responses)), [decision], degree, resident_trees=(0,))
+    assert [one for one in replay.segments if one.start < prompt] == list(prefill.segments)
+
+
+SMALL = [(4016, (90, 70, 110, 60, 80, 95, 75, 100)), (256, (1800, 900, 2600, 1400, 2000, 1700, 1500, 2436))]
+
+
+@pytest.mark.parametrize(("prompt", "responses"), SMALL)
+def test_spans_are_taken_where_ranks_have_few_tokens(prompt, responses):
+    """Both of these were slower than dealt blocks while there were zigzags only."""
+    nodes = nodes_of([TreeLengths(prompt, responses)])
+    for degree in (8, 32):
+        decision = Decision("gather", degree=degree, weights=WEIGHTS)
+        assert seconds_of(nodes, decision) < seconds_of(nodes, Decision("dcp_fused", degree=degree))
+        runs = Counter(segment.rank for segment in lower(nodes, [decision], degree).segments)
+        assert sum(runs.values()) <= 3 * degree, (
+            "a zigzag has two chunks of the prompt, and those of responses"
+        )
+
+
+LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=9)
+
+
+@given(st.integers(1, 5000), LENGTHS, st.sampled_from([2, 3, 5, 8]), st.booleans(), st.integers(0, 30000))
+@settings(max_examples=150, deadline=None)
+def test_every_placement_by_spans_holds_each_token_once_and_is_as_even_as_it_says(
+    prompt, responses, degree, is_replay, token_pairs
+):
+    (tree,) = place.trees_of(trees((prompt, responses)))
+    tree = replace(tree, token_pairs=token_pairs)
+    in_order, *others = place._in_spans(tree, range(degree), is_replay)
+    for load in (in_order, *others):
+        ends = sorted((one.start, one.stop) for one in load.segments)
+        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
+        assert ends[-1][1] == tree.num_tokens
+    total, longest = sum(in_order.work.values()), prompt + max(responses)
+    of_token = token_pairs + longest
+    share = total / degree
+    # Either end of a rank's part may be moved, to a block or by less than a token.
+    assert max(in_order.work.values()) <= share * (1 + place.BLOCK_TOLERANCE) + 2 * of_token

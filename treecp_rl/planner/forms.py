@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from treecp_rl.plan import Decision, Kind, Weights
+from treecp_rl.plan import Decision, ForwardShares, Kind, Weights
 from treecp_rl.planner.cost import ModelShape
 from treecp_rl.planner.place import ZIGZAG_FLOOR
 from treecp_rl.planner.profile import ClusterProfile, Form, Link
@@ -332,12 +332,14 @@ def weights_of(profile: ClusterProfile, options: RunOptions) -> Weights:
     """What placements weigh by a profile."""
     forward, backward = run_times(options)
     p = profile
-    pair = forward * p.attention_forward.per_pair_s + backward * p.attention_backward.per_pair_s
-    token = forward * p.dense_forward.per_token_s + backward * p.dense_backward.per_token_s
-    tile = forward * p.attention_forward.per_tile_s + backward * p.attention_backward.per_tile_s
-    num_bytes = forward * move_bytes(p.shape, False)[0] + backward * move_bytes(p.shape, True)[0]
-    near, far = (link.per_byte_s * num_bytes / pair for link in (p.node_link, p.cluster_link))
-    return Weights(round(token / pair), near, far, tile / pair, p.ranks_per_node)
+    pair = forward * p.attention_forward.per_pair_s, backward * p.attention_backward.per_pair_s
+    token = forward * p.dense_forward.per_token_s, backward * p.dense_backward.per_token_s
+    call = forward * p.attention_forward.per_tile_s, backward * p.attention_backward.per_tile_s
+    kv_bytes = forward * move_bytes(p.shape, False)[0], backward * move_bytes(p.shape, True)[0]
+    near, far = (link.per_byte_s * sum(kv_bytes) / sum(pair) for link in (p.node_link, p.cluster_link))
+    shares = ForwardShares(*(there / (there + back) for there, back in (token, pair, kv_bytes, call)))
+    token_pairs, call_pairs = sum(token) / sum(pair), sum(call) / sum(pair)
+    return Weights(round(token_pairs), near, far, call_pairs, p.ranks_per_node, shares)
 
 
 def pass_fixed_seconds(profile: ClusterProfile, options: RunOptions) -> float:
@@ -570,11 +572,14 @@ class _Phases:
         d, b = self.degree, self._rounds
         if d == 1:
             return (b if is_replay else 2) * self._one + self._group
-        # By whether there are more than two ranks.
+        # By whether there are more than two ranks. Spans, which gather has in a fused pass, take fewer.
         in_replay, fused = ((2, 4), (6, 9)) if self._kind == "move_q" else ((2, 3), (5, 7))
+        of_cut = 4
+        if self._kind == "gather":
+            fused, of_cut = (4, 5), 4 if is_replay else 3
         base = b * in_replay[d > 2] if is_replay else fused[d > 2]
         cut = self._zero if self._kind == "gather_whole" else self._cut
-        return base * self._one + (self._group - cut) / d + 4 * cut
+        return base * self._one + (self._group - cut) / d + of_cut * cut
 
     @property
     def _heads_calls(self) -> int:

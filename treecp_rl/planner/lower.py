@@ -15,7 +15,7 @@ from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from treecp_rl.errors import PlanError
-from treecp_rl.plan import Decision, Move, Node, Schedule, Segment, Span, Stage, Tile
+from treecp_rl.plan import Decision, Move, Node, RankLoad, Schedule, Segment, Span, Stage, Tile
 from treecp_rl.planner.calls import calls_of_stages
 from treecp_rl.planner.check import STATE_DELAY
 from treecp_rl.planner.place import (
@@ -149,20 +149,24 @@ def _preference(
     (owned, stages), weights = lowered, decision.weights
     if weights is None:
         return (stages.num_moved_tokens, stages.most_tiles)
-    costs: dict[int, float] = defaultdict(float)
+    tokens, pairs = Counter[int](), Counter[int]()
+    for segment in owned:
+        if not any(start <= segment.start < stop for start, stop in resident):
+            tokens[segment.rank] += segment.stop - segment.start
+    for tile in chain.from_iterable(stages.tiles.values()):
+        pairs[tile.rank] += tile.num_pairs
+    calls = stages.calls(owned, resident)
     arrive: dict[int, float] = defaultdict(float)
     leave: dict[int, float] = defaultdict(float)
-    for segment in owned:
-        costs[segment.rank] += weights.token_pairs * (segment.stop - segment.start)
-    for tile in chain.from_iterable(stages.tiles.values()):
-        costs[tile.rank] += tile.num_pairs
-    for rank, num_calls in stages.calls(owned, resident).items():
-        costs[rank] += weights.tile_pairs * num_calls
     for move in chain.from_iterable(stages.moves.values()):
         moved = move.num_tokens * weights.moved_pairs(move.src, move.dst)
         arrive[move.dst] += moved
         leave[move.src] += moved
-    return (max(costs[rank] + max(arrive[rank], leave[rank]) for rank in decision.ranks),)
+    loads = (
+        RankLoad(tokens[rank], pairs[rank], max(arrive[rank], leave[rank]), calls[rank])
+        for rank in decision.ranks
+    )
+    return (weights.busiest(loads),)
 
 
 def _placements(tree: Tree, decision: Decision, root_is_resident: bool) -> list[list[Segment]]:

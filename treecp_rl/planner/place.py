@@ -6,14 +6,15 @@ Work is counted in query-key pairs; a token's linear layers count as so many pai
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
+from math import ceil
 from operator import add
 from typing import NamedTuple
 
-from treecp_rl.plan import TOKEN_PAIRS, Node, Segment, Weights
+from treecp_rl.plan import TOKEN_PAIRS, Node, RankLoad, Segment, Weights
 
 ZIGZAG_FLOOR = 16
 """A chunk of a zigzag holds at least this many tokens; shorter nodes go to one rank whole."""
@@ -35,6 +36,10 @@ TOKEN_LIMIT = 1.15
 """Most tokens of a rank, over the mean, that ``place_whole`` is content with: tokens are activation memory."""
 STEADY_SHARE = 1 / 64
 """Part of a rank's share that short nodes may pile up on one rank of a zigzag before the next has its turn."""
+SPAN_TOKEN_LIMIT = 1.25
+"""The same of spans: who has early tokens has more of them. They win where a rank has few, and memory is not tight."""
+SPAN_EXCESSES = (0.06, 0.2)
+"""Work above a rank's share that a span may hold: the more, the fewer spans a node takes."""
 MOST_WEIGHED = 3
 """Placements of a tree that are lowered to be weighed."""
 MOST_STEPS = 500
@@ -158,10 +163,9 @@ class _Load:
             node = bisect_right(self._starts, segment.start) - 1
             owners[node][segment.rank] += segment.stop - segment.start
             own_runs[segment.rank, node] += 1
-        costs = {rank: float(work) for rank, work in self.work.items()}
-        arrive, leave = dict.fromkeys(costs, 0.0), dict.fromkeys(costs, 0.0)
+        arrive, leave, calls = (dict.fromkeys(self.work, 0.0) for _ in range(3))
         for node, held in enumerate(owners):
-            for rank in held if node else costs:
+            for rank in held if node else calls:
                 for other, tokens in held.items():
                     if other != rank:
                         moved = tokens * weights.moved_pairs(other, rank)
@@ -169,9 +173,16 @@ class _Load:
                         leave[other] += moved
         for (rank, node), runs in own_runs.items():
             # Rectangles of all nodes with the root are joined: about as many whatever a rank holds.
-            calls = runs * (runs + 1) / 2 + (runs if len(owners[node]) > 1 else 0)
-            costs[rank] += weights.tile_pairs * calls
-        return max(cost + max(arrive[rank], leave[rank]) for rank, cost in costs.items())
+            calls[rank] += runs * (runs + 1) / 2 + (runs if len(owners[node]) > 1 else 0)
+        return weights.busiest(
+            RankLoad(
+                self.tokens[rank],
+                work - self.tokens[rank] * self._tree.token_pairs,
+                max(arrive[rank], leave[rank]),
+                calls[rank],
+            )
+            for rank, work in self.work.items()
+        )
 
     def excess(self) -> float:
         """The larger of the excesses of work and tokens over their means, in units of their limits'."""
@@ -202,17 +213,22 @@ def zigzag(
 
 @lru_cache(maxsize=4096)
 def _zigzag_borders(length: int, num_ranks: int) -> tuple[int, ...]:
-    """Of 2d chunks: at multiples of the largest of ``BLOCKS`` that leaves the ranks even, else of equal chunks."""
+    """Of 2d chunks: of about equal length."""
     chunks = 2 * num_ranks
-    exact = [length * i // chunks for i in range(chunks + 1)]
+    return _at_blocks([length * i // chunks for i in range(chunks + 1)], _is_even_zigzag)
+
+
+def _at_blocks(exact: Sequence[int], is_even: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Borders at multiples of the largest of ``BLOCKS`` that leaves the ranks even, else the exact ones."""
+    length, count = exact[-1], len(exact) - 1
     for block in BLOCKS:
         borders = (0, *(block * round(border / block) for border in exact[1:-1]), length)
-        if block <= length / chunks and _is_even(borders):
+        if block * count <= length and is_even(borders):
             return borders
     return tuple(exact)
 
 
-def _is_even(borders: Sequence[int]) -> bool:
+def _is_even_zigzag(borders: Sequence[int]) -> bool:
     """Whether no rank of a zigzag has more tokens or causal pairs than ``BLOCK_TOLERANCE`` above the mean."""
     for sums in (borders, [border * border for border in borders]):
         chunks = [after - before for before, after in pairwise(sums)]
@@ -298,8 +314,16 @@ def weighed_placements(
         _place_largest_first(tree, ranks, root_is_resident, floor)
         for floor in _root_floors(tree, ranks, root_is_resident)
     ]
-    loads.sort(key=lambda load: load.estimated_cost(weights))
-    return [load.segments for load in loads[:MOST_WEIGHED]]
+    if len(tree.nodes) > 1:
+        # A root by itself is a prefill's, which leaves it where its replay looks for it.
+        loads += [
+            load
+            for load in _in_spans(tree, ranks, root_is_resident)
+            if _excess(load.tokens.values()) <= SPAN_TOKEN_LIMIT - 1
+        ]
+    distinct = {frozenset(load.segments): load for load in loads}.values()
+    cheapest = sorted(distinct, key=lambda load: load.estimated_cost(weights))
+    return [load.segments for load in cheapest[:MOST_WEIGHED]]
 
 
 def _others(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[_Load]:
@@ -533,9 +557,15 @@ def _place_around(
     for index in sorted(cut):
         node = tree.nodes[index]
         load.place(index, zigzag(node.start, node.stop, ranks, ranks[0]))
+    return _fill_around(tree, load, cut)
+
+
+def _fill_around(tree: Tree, load: _Load, cut: frozenset[int]) -> _Load:
+    """Beside the root and the ``cut`` nodes, which are placed, the other subtrees whole where they fit, the rest
+    wrapped around."""
     works = _subtree_work(tree, cut)
     tops = tree.children(0)
-    target = (sum(load.work.values()) + sum(works[top] for top in tops)) / len(ranks)
+    target = (sum(load.work.values()) + sum(works[top] for top in tops)) / len(load.work)
     heap = [(-works[top], top) for top in tops]
     heapq.heapify(heap)
     left: list[int] = []
@@ -572,6 +602,87 @@ def _wrap_around(tree: Tree, runs: Iterable[_Run], load: _Load, target: float) -
                 stop = end
             load.place(index, [Segment(rank, start, stop)])
             start = stop
+
+
+def _in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[_Load]:
+    """Placements by spans: consecutive tokens of a node on one rank, where a zigzag gives it two chunks.
+
+    Work is as even, and a rank makes fewer kernel calls and reads less of a node that others hold, too; but who has
+    early tokens has more of them. A resident root lies where its prefill left it.
+    """
+    works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
+    share = sum(works[root_is_resident:]) / len(ranks)
+    found = [_place_in_order(tree, ranks, root_is_resident, share)]
+    for excess in SPAN_EXCESSES:
+        counts = [ceil(work / (share * (1 + excess))) for work in works]
+        if root_is_resident:
+            found.append(_place_spans(tree, _with_root(tree, ranks, root_is_resident), [0, *counts[1:]]))
+        else:
+            found += [
+                _place_spans(tree, _Load(tree, ranks), [of_root, *counts[1:]])
+                for of_root in sorted({counts[0], len(ranks)})
+            ]
+    if not root_is_resident:
+        found.append(_fill_around(tree, _place_spans(tree, _Load(tree, ranks), [len(ranks)]), frozenset()))
+    return found
+
+
+def _place_spans(tree: Tree, load: _Load, counts: Sequence[int]) -> _Load:
+    """The first nodes in so many spans of equal work, the heaviest first to the rank with the least work."""
+    spans = []
+    for index, count in enumerate(counts):
+        start, depth = tree.nodes[index].start, tree.depths[index]
+        for first, stop in pairwise(_span_borders(tree, index, count)):
+            spans.append((-tree.work(depth + first, stop - first), start + first, start + stop, index))
+    for _, first, stop, index in sorted(spans):
+        load.place(index, [Segment(load.lightest(), first, stop)])
+    return load
+
+
+def _span_borders(tree: Tree, index: int, count: int) -> tuple[int, ...]:
+    """Of so many spans of a node, from its start; they are of equal work but for blocks."""
+    if not count:
+        return ()
+    length, depth = _length(tree.nodes[index]), tree.depths[index]
+    total = tree.work(depth, length)
+
+    def is_even(borders: Sequence[int]) -> bool:
+        most = max(tree.work(depth + first, stop - first) for first, stop in pairwise(borders))
+        return most * count <= total * (1 + BLOCK_TOLERANCE)
+
+    inner = [tree.tokens_for(total * i / count, depth) for i in range(1, count)]
+    return _at_blocks([0, *inner, length], is_even)
+
+
+def _place_in_order(tree: Tree, ranks: Sequence[int], root_is_resident: bool, share: float) -> _Load:
+    """Nodes one after another along the ranks, a share of the work each."""
+    load = _with_root(tree, ranks, root_is_resident) if root_is_resident else _Load(tree, ranks)
+    others = iter(ranks[1:])
+    rank, room = ranks[0], share
+    for index in range(int(root_is_resident), len(tree.nodes)):
+        node, depth = tree.nodes[index], tree.depths[index]
+        start = node.start
+        while start < node.stop:
+            position = depth + start - node.start
+            stop = _cut_near(tree, index, start, tree.tokens_for(room, position), share)
+            load.place(index, [Segment(rank, start, stop)])
+            room -= tree.work(position, stop - start)
+            start = stop
+            if start < node.stop:
+                rank, room = next(others, rank), room + share
+    return load
+
+
+def _cut_near(tree: Tree, index: int, start: int, num_tokens: int, share: float) -> int:
+    """Where to cut a node that has room for so many tokens from ``start`` on: at an end or at a block if near."""
+    node, exact = tree.nodes[index], start + num_tokens
+    if exact >= node.stop:
+        return node.stop
+    of_token = tree.token_pairs + tree.depths[index] + exact - node.start
+    reach = BLOCK_TOLERANCE / 2 * share / of_token
+    blocks = (node.start + block * round((exact - node.start) / block) for block in BLOCKS)
+    near = (cut for cut in (node.stop, start, *blocks) if abs(cut - exact) <= reach)
+    return max(start, next(near, exact))
 
 
 DCP_BLOCK_TOKENS = 512
