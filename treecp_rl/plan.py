@@ -197,7 +197,8 @@ class Decision:
     """What the planner chooses for one tree of a pass: which ranks, and what travels between them.
 
     ``local``: whole on one rank. ``gather``: prompt zigzag over the ranks (whole if short), and responses that alone
-    exceed a rank's share; whole responses placed by work, the remainder cut between tokens, K/V moved once. ``heads``:
+    exceed a rank's share; whole responses placed by work, the remainder cut between tokens; with weights also every
+    rank's part of a node in one span; K/V moved once. ``heads``:
     placed as ``tree_move_kv``, but inside a lane each rank computes an equal part of the heads for all of the
     lane's tokens (Ulysses), so that queries and K/V of that part travel once and states come back. ``ring``:
     every node zigzag over the ranks, K/V stage by stage. ``tree_move_kv``: prompt zigzag over all ranks,

@@ -103,8 +103,8 @@ def test_seconds_and_peaks_follow_the_schedule(form, kind):
     for one, seconds, moved, peak in found:
         assert 0.7 < seconds < 1.4, one
         assert 0.7 < peak < 1.3, one
-        # What is wrapped around where no response is long is not in the forms.
-        assert 0.3 < moved < 1.4, one
+        # What is wrapped around where no response is long is not in the forms, nor what spans save.
+        assert 0.3 < moved < 1.8, one
     assert median(seconds for _, seconds, _, _ in found) == pytest.approx(1.0, abs=0.1)
     assert median(peak for _, _, _, peak in found) == pytest.approx(1.0, abs=0.05)
 

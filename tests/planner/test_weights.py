@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.planner.shapes import trees
 from treecp_rl.bench.shapes import point
-from treecp_rl.plan import Decision
+from treecp_rl.plan import Decision, ForwardShares, RankLoad
 from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
@@ -60,6 +60,32 @@ def test_weighed_plans_are_faster_than_even_ones_and_than_dealt_blocks(shape, ro
     # On two ranks blocks have as few kernel calls.
     limit = 0.995 if degree == 2 else 0.97
     assert weighed <= limit * seconds_of(nodes, Decision("dcp_fused", degree=degree))
+
+
+def test_weights_of_costs_that_are_nothing():
+    free = (
+        replace(PROFILE.attention_forward, per_tile_s=0.0),
+        replace(PROFILE.attention_backward, per_tile_s=0.0),
+    )
+    weights = weights_of(replace(PROFILE, attention_forward=free[0], attention_backward=free[1]), OPTIONS)
+    assert weights.tile_pairs == 0
+    there, back = PROFILE.attention_forward.per_pair_s, PROFILE.attention_backward.per_pair_s
+    assert weights.forward.pairs == pytest.approx(2 * there / (2 * there + back)), (
+        "forward runs again in backward"
+    )
+    forward_only = weights_of(PROFILE, RunOptions(needs_gradients=False))
+    assert set(forward_only.forward) == {1.0}
+
+
+def test_the_last_rank_of_forward_may_not_be_backwards():
+    """One rank has many tokens, the other many pairs: both wait, once for each."""
+    shares = ForwardShares(tokens=0.75, pairs=0.25, moves=0.5, calls=0.5)
+    weights = replace(WEIGHTS, token_pairs=10, tile_pairs=2.0, forward=shares)
+    many_tokens, many_pairs = RankLoad(10, 0, 0.0, 0), RankLoad(0, 100, 0.0, 0)
+    assert weights.busiest([many_tokens, many_pairs]) == 75 + 75
+    assert weights.busiest([many_tokens]) == weights.busiest([many_pairs]) == 100
+    assert weights.busiest([RankLoad(1, 2, 3.0, 4)]) == 10 + 2 + 3 + 8
+    assert weights.busiest([]) == 0
 
 
 def test_long_responses_stay_on_ranks_of_their_own():

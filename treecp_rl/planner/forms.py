@@ -337,7 +337,8 @@ def weights_of(profile: ClusterProfile, options: RunOptions) -> Weights:
     call = forward * p.attention_forward.per_tile_s, backward * p.attention_backward.per_tile_s
     kv_bytes = forward * move_bytes(p.shape, False)[0], backward * move_bytes(p.shape, True)[0]
     near, far = (link.per_byte_s * sum(kv_bytes) / sum(pair) for link in (p.node_link, p.cluster_link))
-    shares = ForwardShares(*(there / (there + back) for there, back in (token, pair, kv_bytes, call)))
+    # What costs nothing may count anywhere.
+    shares = ForwardShares(*(there / (there + back or 1.0) for there, back in (token, pair, kv_bytes, call)))
     token_pairs, call_pairs = sum(token) / sum(pair), sum(call) / sum(pair)
     return Weights(round(token_pairs), near, far, call_pairs, p.ranks_per_node, shares)
 

@@ -6,7 +6,7 @@ Work is counted in query-key pairs; a token's linear layers count as so many pai
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -610,27 +610,28 @@ def _in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[
     Work is as even, and a rank makes fewer kernel calls and reads less of a node that others hold, too; but who has
     early tokens has more of them. A resident root lies where its prefill left it.
     """
+
+    def start() -> _Load:
+        return _with_root(tree, ranks, root_is_resident) if root_is_resident else _Load(tree, ranks)
+
     works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
-    share = sum(works[root_is_resident:]) / len(ranks)
-    found = [_place_in_order(tree, ranks, root_is_resident, share)]
+    below = range(1, len(works))
+    nodes = below if root_is_resident else range(len(works))
+    share = sum(works[index] for index in nodes) / len(ranks)
+    found = [_lay_in_order(tree, start(), nodes)]
     for excess in SPAN_EXCESSES:
-        counts = [ceil(work / (share * (1 + excess))) for work in works]
-        if root_is_resident:
-            found.append(_place_spans(tree, _with_root(tree, ranks, root_is_resident), [0, *counts[1:]]))
-        else:
-            found += [
-                _place_spans(tree, _Load(tree, ranks), [of_root, *counts[1:]])
-                for of_root in sorted({counts[0], len(ranks)})
-            ]
+        counts = {index: ceil(works[index] / (share * (1 + excess))) for index in below}
+        load = _deal_spans(tree, start(), counts)
+        found.append(load if root_is_resident else _lay_in_order(tree, load, [0]))
     if not root_is_resident:
-        found.append(_fill_around(tree, _place_spans(tree, _Load(tree, ranks), [len(ranks)]), frozenset()))
+        found.append(_fill_around(tree, _deal_spans(tree, start(), {0: len(ranks)}), frozenset()))
     return found
 
 
-def _place_spans(tree: Tree, load: _Load, counts: Sequence[int]) -> _Load:
-    """The first nodes in so many spans of equal work, the heaviest first to the rank with the least work."""
+def _deal_spans(tree: Tree, load: _Load, counts: Mapping[int, int]) -> _Load:
+    """Nodes in so many spans of equal work each, the heaviest first to the rank with the least work."""
     spans = []
-    for index, count in enumerate(counts):
+    for index, count in counts.items():
         start, depth = tree.nodes[index].start, tree.depths[index]
         for first, stop in pairwise(_span_borders(tree, index, count)):
             spans.append((-tree.work(depth + first, stop - first), start + first, start + stop, index))
@@ -641,8 +642,6 @@ def _place_spans(tree: Tree, load: _Load, counts: Sequence[int]) -> _Load:
 
 def _span_borders(tree: Tree, index: int, count: int) -> tuple[int, ...]:
     """Of so many spans of a node, from its start; they are of equal work but for blocks."""
-    if not count:
-        return ()
     length, depth = _length(tree.nodes[index]), tree.depths[index]
     total = tree.work(depth, length)
 
@@ -654,32 +653,50 @@ def _span_borders(tree: Tree, index: int, count: int) -> tuple[int, ...]:
     return _at_blocks([0, *inner, length], is_even)
 
 
-def _place_in_order(tree: Tree, ranks: Sequence[int], root_is_resident: bool, share: float) -> _Load:
-    """Nodes one after another along the ranks, a share of the work each."""
-    load = _with_root(tree, ranks, root_is_resident) if root_is_resident else _Load(tree, ranks)
-    others = iter(ranks[1:])
-    rank, room = ranks[0], share
-    for index in range(int(root_is_resident), len(tree.nodes)):
+def _lay_in_order(tree: Tree, load: _Load, nodes: Sequence[int]) -> _Load:
+    """Nodes one after another along the ranks, so that all carry the same in the end, or what they do already."""
+    total = sum(tree.work(tree.depths[index], _length(tree.nodes[index])) for index in nodes)
+    level = _level(list(load.work.values()), total)
+    open_ranks = [rank for rank, work in load.work.items() if work < level]
+    along = iter(open_ranks)
+    rank = next(along)
+    room = level - load.work[rank]
+    for index in nodes:
         node, depth = tree.nodes[index], tree.depths[index]
         start = node.start
         while start < node.stop:
             position = depth + start - node.start
-            stop = _cut_near(tree, index, start, tree.tokens_for(room, position), share)
+            # The last has room for the rest, but for rounding.
+            is_last = rank == open_ranks[-1]
+            fitting = tree.tokens_for(room, position)
+            stop = node.stop if is_last else _cut_near(tree, index, start, fitting, level)
             load.place(index, [Segment(rank, start, stop)])
             room -= tree.work(position, stop - start)
             start = stop
             if start < node.stop:
-                rank, room = next(others, rank), room + share
+                rank = next(along)
+                room += level - load.work[rank]
     return load
 
 
-def _cut_near(tree: Tree, index: int, start: int, num_tokens: int, share: float) -> int:
+def _level(loads: Sequence[int], work: int) -> float:
+    """What the least of the loads reach when so much work is spread over them to make them even."""
+    total, level = work, 0.0
+    for count, load in enumerate(sorted(loads), 1):
+        if level and load >= level:
+            break
+        total += load
+        level = total / count
+    return level
+
+
+def _cut_near(tree: Tree, index: int, start: int, num_tokens: int, level: float) -> int:
     """Where to cut a node that has room for so many tokens from ``start`` on: at an end or at a block if near."""
     node, exact = tree.nodes[index], start + num_tokens
     if exact >= node.stop:
         return node.stop
     of_token = tree.token_pairs + tree.depths[index] + exact - node.start
-    reach = BLOCK_TOLERANCE / 2 * share / of_token
+    reach = BLOCK_TOLERANCE / 2 * level / of_token
     blocks = (node.start + block * round((exact - node.start) / block) for block in BLOCKS)
     near = (cut for cut in (node.stop, start, *blocks) if abs(cut - exact) <= reach)
     return max(start, next(near, exact))
