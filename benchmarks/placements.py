@@ -28,7 +28,7 @@ from treecp_rl.planner.search import TreeLengths
 from treecp_rl.verify.ranks import run_on_ranks
 
 TIMEOUT_SECONDS = 3600.0
-BLOCKS, IN_SPANS = place.BLOCKS, place._in_spans
+BLOCKS, SPAN_TOKEN_LIMIT = place.BLOCKS, place.SPAN_TOKEN_LIMIT
 
 
 def use_blocks(is_on: bool) -> None:
@@ -37,7 +37,7 @@ def use_blocks(is_on: bool) -> None:
 
 
 def use_spans(is_on: bool) -> None:
-    place._in_spans = IN_SPANS if is_on else lambda *_: []
+    place.SPAN_TOKEN_LIMIT = SPAN_TOKEN_LIMIT if is_on else 0.0
 
 
 @dataclass(frozen=True)

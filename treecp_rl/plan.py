@@ -214,6 +214,8 @@ class Decision:
     """Lanes side by side, s in the paper; divides ``degree``. Read by ``tree_move_kv`` and ``heads``."""
     weights: Weights | None = None
     """What ``gather`` weighs placements with; None: they must be even in work and in tokens."""
+    placement: int | None = None
+    """Number of ``gather``'s, where they were weighed before; else each lowering weighs them."""
 
     @property
     def ranks(self) -> range:

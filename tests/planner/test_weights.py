@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.shapes import trees
+from tests.planner.test_check import DEEP
 from treecp_rl.bench.shapes import point
 from treecp_rl.plan import Decision, ForwardShares, RankLoad
 from treecp_rl.planner import place
 from treecp_rl.planner.check import check
 from treecp_rl.planner.estimates import estimate_profile
 from treecp_rl.planner.forms import RunOptions, weights_of
-from treecp_rl.planner.lower import lower
+from treecp_rl.planner.lower import lower, weighed_placement
 from treecp_rl.planner.lower_plan import nodes_of
 from treecp_rl.planner.search import TreeLengths
 from treecp_rl.planner.seconds import Pass, predict
@@ -130,18 +131,48 @@ LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=9)
 
 @given(st.integers(1, 5000), LENGTHS, st.sampled_from([2, 3, 5, 8]), st.booleans(), st.integers(0, 30000))
 @settings(max_examples=150, deadline=None)
-def test_every_placement_by_spans_holds_each_token_once_and_is_as_even_as_it_says(
+def test_every_placement_holds_each_token_once_and_in_order_is_even(
     prompt, responses, degree, is_replay, token_pairs
 ):
     (tree,) = place.trees_of(trees((prompt, responses)))
     tree = replace(tree, token_pairs=token_pairs)
-    in_order, *others = place._in_spans(tree, range(degree), is_replay)
-    for load in (in_order, *others):
+    for load in filter(None, (way() for way in place._ways(tree, range(degree), is_replay))):
         ends = sorted((one.start, one.stop) for one in load.segments)
         assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
         assert ends[-1][1] == tree.num_tokens
-    total, longest = sum(in_order.work.values()), prompt + max(responses)
-    of_token = token_pairs + longest
-    share = total / degree
+    in_order = place._lay_in_order(tree, *place._before_spans(tree, range(degree), is_replay))
+    share = sum(in_order.work.values()) / degree
     # Either end of a rank's part may be moved, to a block or by less than a token.
+    of_token = token_pairs + prompt + max(responses)
     assert max(in_order.work.values()) <= share * (1 + place.BLOCK_TOLERANCE) + 2 * of_token
+
+
+@pytest.mark.parametrize(("prompt", "responses"), [*SMALL, (700, (90, 40, 200)), (30, (5, 5))])
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_a_placement_that_was_weighed_before_is_lowered_without_weighing(
+    prompt, responses, degree, monkeypatch
+):
+    nodes = nodes_of([TreeLengths(prompt, responses)])
+    decision = Decision("gather", degree=degree, weights=WEIGHTS)
+    expected = lower(nodes, [decision], degree)
+    weighed = replace(decision, placement=weighed_placement(nodes, decision))
+    monkeypatch.setattr("treecp_rl.planner.lower.weighed_placements", None)
+    assert lower(nodes, [weighed], degree) == expected
+
+
+def test_a_tree_that_lacks_the_placement_of_its_plan_is_weighed():
+    """One that branches has no responses on ranks of their own."""
+    decision = Decision("gather", degree=4, weights=WEIGHTS)
+    plain = place.trees_of(nodes_of([TreeLengths(64, (2000, 90))]))[0]
+    numbers = [i for i, way in enumerate(place._ways(plain, range(4), False)) if way() is not None]
+    lacking = [i for i in numbers if place.placement(place.trees_of(DEEP)[0], range(4), i) is None]
+    assert lacking
+    for number in (*lacking, 999):
+        schedule = lower(DEEP, [replace(decision, placement=number)], 4)
+        assert schedule == lower(DEEP, [decision], 4)
+
+
+def test_other_kinds_have_no_choice_of_placements():
+    nodes = nodes_of([TreeLengths(64, (20, 30))])
+    for decision in (Decision("gather", degree=2), Decision("ring", degree=2, weights=WEIGHTS)):
+        assert weighed_placement(nodes, decision) is None

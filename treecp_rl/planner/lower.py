@@ -19,6 +19,7 @@ from treecp_rl.plan import Decision, Move, Node, RankLoad, Schedule, Segment, Sp
 from treecp_rl.planner.calls import calls_of_stages
 from treecp_rl.planner.check import STATE_DELAY
 from treecp_rl.planner.place import (
+    Placement,
     Tree,
     place_blocks,
     place_in_parts,
@@ -26,6 +27,7 @@ from treecp_rl.planner.place import (
     place_uncut,
     place_whole,
     place_zigzag,
+    placement,
     placements,
     trees_of,
     weighed_placements,
@@ -94,16 +96,7 @@ def lower(
         tree = one if weights is None else replace(one, token_pairs=weights.token_pairs)
         root_is_resident = number in resident_trees
         _require_ranks(tree, decision, world_size)
-        lowered = [
-            (owned, _stages(tree, _pieces(tree, owned), decision, root_is_resident))
-            for owned in _placements(tree, decision, root_is_resident)
-        ]
-        resident = _roots([tree]) if root_is_resident else ()
-        # Most kinds have one placement, and nothing to weigh.
-        is_choice = len(lowered) > 1
-        owned, stages = (
-            min(lowered, key=partial(_preference, decision, resident)) if is_choice else lowered[0]
-        )
+        (_, owned), stages = _lowered(tree, decision, root_is_resident)
         segments += owned
         for stage, found in stages.moves.items():
             moves[first_stage + stage].extend(found)
@@ -120,6 +113,32 @@ def lower(
         resident=_roots(trees[number] for number in sorted(resident_trees)),
         resend=resend,
     )
+
+
+def weighed_placement(nodes: Sequence[Node], decision: Decision) -> int | None:
+    """Number of the placement that lowering takes for a tree alone; None where its kind has no choice.
+
+    Raises:
+        PlanError: as ``lower``.
+    """
+    if decision.kind != "gather" or decision.weights is None:
+        return None
+    (one,) = trees_of(nodes)
+    tree = replace(one, token_pairs=decision.weights.token_pairs)
+    _require_ranks(tree, decision, decision.ranks.stop)
+    return _lowered(tree, decision, root_is_resident=False)[0].number
+
+
+def _lowered(tree: Tree, decision: Decision, root_is_resident: bool) -> "tuple[Placement, _Stages]":
+    lowered = [
+        (placed, _stages(tree, _pieces(tree, placed.segments), decision, root_is_resident))
+        for placed in _placements(tree, decision, root_is_resident)
+    ]
+    # Most kinds have one placement, and nothing to weigh.
+    if len(lowered) == 1:
+        return lowered[0]
+    resident = _roots([tree]) if root_is_resident else ()
+    return min(lowered, key=partial(_preference, decision, resident))
 
 
 def _roots(trees: Iterable[Tree]) -> tuple[Span, ...]:
@@ -143,10 +162,10 @@ def _require_ranks(tree: Tree, decision: Decision, world_size: int) -> None:
 
 
 def _preference(
-    decision: Decision, resident: Sequence[Span], lowered: "tuple[list[Segment], _Stages]"
+    decision: Decision, resident: Sequence[Span], lowered: "tuple[Placement, _Stages]"
 ) -> tuple[float, ...]:
     """What to choose by, least first: the busiest rank's cost, or among even placements what moves and tiles are."""
-    (owned, stages), weights = lowered, decision.weights
+    ((_, owned), stages), weights = lowered, decision.weights
     if weights is None:
         return (stages.num_moved_tokens, stages.most_tiles)
     tokens, pairs = Counter[int](), Counter[int]()
@@ -169,14 +188,17 @@ def _preference(
     return (weights.busiest(loads),)
 
 
-def _placements(tree: Tree, decision: Decision, root_is_resident: bool) -> list[list[Segment]]:
+def _placements(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Placement]:
     """Ways to place a tree."""
-    ranks = list(decision.ranks)
-    if decision.kind == "gather" and decision.weights is None:
-        return placements(tree, ranks, root_is_resident)
-    if decision.kind == "gather" and decision.weights is not None:
-        return weighed_placements(tree, ranks, decision.weights, root_is_resident)
-    return [_place(tree, decision, root_is_resident)]
+    ranks, weights, number = list(decision.ranks), decision.weights, decision.placement
+    if decision.kind == "gather" and weights is not None:
+        chosen = None if number is None else placement(tree, ranks, number, root_is_resident)
+        return [chosen] if chosen else weighed_placements(tree, ranks, weights, root_is_resident)
+    if decision.kind == "gather":
+        found = placements(tree, ranks, root_is_resident)
+    else:
+        found = [_place(tree, decision, root_is_resident)]
+    return [Placement(number, segments) for number, segments in enumerate(found)]
 
 
 def _place(tree: Tree, decision: Decision, root_is_resident: bool) -> list[Segment]:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import ceil
 from operator import add
@@ -295,54 +295,73 @@ def _place_lanes(tree: Tree, ranks: Sequence[int], lanes: int, root_is_resident:
 
 
 def placements(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[list[Segment]]:
-    """Placements of ``gather`` to choose among: ``place_whole``'s, and the others that are even.
+    """Placements of ``gather`` to choose among: ``place_whole``'s, and the other zigzags that are even.
 
     A cut moves the K/V before it, a whole subtree moves nothing of its own. And what a rank holds beside its root
     chunks decides how much of the root must come to it: the first rank needs all of it anyhow.
     """
-    even = [load.segments for load in _others(tree, ranks, root_is_resident) if load.excess() <= 1]
-    return [place_whole(tree, ranks, root_is_resident), *even]
+    first, *others = (place() for place in _zigzags(tree, ranks, root_is_resident))
+    assert first is not None
+    return [first.segments, *(load.segments for load in others if load and load.excess() <= 1)]
+
+
+class Placement(NamedTuple):
+    """One way of ``gather``."""
+
+    number: int
+    """Of the ways that trees with as long a prompt have on as many ranks."""
+    segments: list[Segment]
 
 
 def weighed_placements(
     tree: Tree, ranks: Sequence[int], weights: Weights, root_is_resident: bool = False
-) -> list[list[Segment]]:
+) -> list[Placement]:
     """Placements of ``gather`` to choose among by cost: the cheapest by estimate, even or not."""
-    loads = [_place_whole(tree, ranks, root_is_resident, ROOT_ZIGZAG_FLOOR)]
-    loads += _others(tree, ranks, root_is_resident)
-    loads += [
-        _place_largest_first(tree, ranks, root_is_resident, floor)
-        for floor in _root_floors(tree, ranks, root_is_resident)
-    ]
+    loads = [place() for place in _ways(tree, ranks, root_is_resident)]
+    distinct = {frozenset(load.segments): (i, load) for i, load in reversed([*enumerate(loads)]) if load}
+    cheapest = sorted(distinct.values(), key=lambda found: (found[1].estimated_cost(weights), found[0]))
+    return [Placement(number, load.segments) for number, load in cheapest[:MOST_WEIGHED]]
+
+
+def placement(
+    tree: Tree, ranks: Sequence[int], number: int, root_is_resident: bool = False
+) -> Placement | None:
+    """One of those; None where the tree has none of that number: it may branch deeper than was planned."""
+    ways = _ways(tree, ranks, root_is_resident)
+    load = ways[number]() if number < len(ways) else None
+    return None if load is None else Placement(number, load.segments)
+
+
+Place = Callable[[], _Load | None]
+"""Places a tree; None where that way has no placement of it."""
+
+
+def _ways(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[Place]:
+    """Of ``gather``, even or not."""
+    given = tree, ranks, root_is_resident
+    found = _zigzags(*given)
+    found += [partial(_place_largest_first, *given, floor) for floor in _root_floors(*given)]
     if len(tree.nodes) > 1:
         # A root by itself is a prefill's, which leaves it where its replay looks for it.
-        loads += [
-            load
-            for load in _in_spans(tree, ranks, root_is_resident)
-            if _excess(load.tokens.values()) <= SPAN_TOKEN_LIMIT - 1
-        ]
-    distinct = {frozenset(load.segments): load for load in loads}.values()
-    cheapest = sorted(distinct, key=lambda load: load.estimated_cost(weights))
-    return [load.segments for load in cheapest[:MOST_WEIGHED]]
+        found.append(partial(_place_in_order, *given))
+        found += [partial(_place_in_spans, *given, excess) for excess in SPAN_EXCESSES]
+        found.append(partial(_place_root_in_spans, *given))
+    return found
 
 
-def _others(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[_Load]:
-    """Placements beside ``place_whole``'s: with a short root whole, without cuts, with long responses on ranks of
+def _zigzags(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[Place]:
+    """Ways with the root zigzag or, if short, whole: ``place_whole``'s, without cuts, with long responses on ranks of
     their own, in lanes."""
-    *whole_root, _ = floors = _root_floors(tree, ranks, root_is_resident)
-    found: list[_Load | None] = [_place_whole(tree, ranks, root_is_resident, floor) for floor in whole_root]
+    given = tree, ranks, root_is_resident
+    floors = _root_floors(*given)
+    found: list[Place] = [partial(_place_whole, *given, floor) for floor in (ROOT_ZIGZAG_FLOOR, *floors[:-1])]
     found += [
-        _place_uncut(tree, ranks, root_is_resident, fills_up, floor)
-        for floor in floors
-        for fills_up in (False, True)
+        partial(_place_uncut, *given, fills_up, floor) for floor in floors for fills_up in (False, True)
     ]
-    found += [_place_in_parts(tree, ranks, root_is_resident, floor) for floor in floors]
-    found += [
-        _place_lanes(tree, ranks, lanes, root_is_resident)
-        for lanes in range(2, len(ranks))
-        if len(ranks) % lanes == 0
-    ]
-    return [load for load in found if load is not None]
+    found += [partial(_place_in_parts, *given, floor) for floor in floors]
+    lanes = (count for count in range(2, len(ranks)) if len(ranks) % count == 0)
+    found += [partial(_place_lanes, tree, ranks, count, root_is_resident) for count in lanes]
+    return found
 
 
 def place_uncut(tree: Tree, ranks: Sequence[int], root_is_resident: bool = False) -> list[Segment]:
@@ -604,28 +623,45 @@ def _wrap_around(tree: Tree, runs: Iterable[_Run], load: _Load, target: float) -
             start = stop
 
 
-def _in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> list[_Load]:
-    """Placements by spans: consecutive tokens of a node on one rank, where a zigzag gives it two chunks.
+def _place_in_order(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> _Load | None:
+    """Nodes one after another along the ranks.
 
-    Work is as even, and a rank makes fewer kernel calls and reads less of a node that others hold, too; but who has
-    early tokens has more of them. A resident root lies where its prefill left it.
+    By spans: consecutive tokens of a node on one rank, where a zigzag gives it two chunks. Work is as even, and a rank
+    makes fewer kernel calls and reads less of a node that others hold, too; but who has early tokens has more of them.
+    None where that is too many. A resident root lies where its prefill left it.
     """
+    load = _lay_in_order(tree, *_before_spans(tree, ranks, root_is_resident))
+    return load if _is_lean(load) else None
 
-    def start() -> _Load:
-        return _with_root(tree, ranks, root_is_resident) if root_is_resident else _Load(tree, ranks)
 
+def _place_in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool, excess: float) -> _Load | None:
+    """Nodes below the root in as few spans as a rank's share and ``excess`` demand, the root along the room beside
+    them."""
+    load, nodes = _before_spans(tree, ranks, root_is_resident)
     works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
-    below = range(1, len(works))
-    nodes = below if root_is_resident else range(len(works))
-    share = sum(works[index] for index in nodes) / len(ranks)
-    found = [_lay_in_order(tree, start(), nodes)]
-    for excess in SPAN_EXCESSES:
-        counts = {index: ceil(works[index] / (share * (1 + excess))) for index in below}
-        load = _deal_spans(tree, start(), counts)
-        found.append(load if root_is_resident else _lay_in_order(tree, load, [0]))
-    if not root_is_resident:
-        found.append(_fill_around(tree, _deal_spans(tree, start(), {0: len(ranks)}), frozenset()))
-    return found
+    limit = (1 + excess) * sum(works[index] for index in nodes) / len(ranks)
+    load = _deal_spans(tree, load, {index: ceil(works[index] / limit) for index in range(1, len(works))})
+    load = load if root_is_resident else _lay_in_order(tree, load, [0])
+    return load if _is_lean(load) else None
+
+
+def _place_root_in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> _Load | None:
+    """The root in a span on each rank, subtrees below it whole where they fit."""
+    if root_is_resident:
+        return None
+    load = _fill_around(tree, _deal_spans(tree, _Load(tree, ranks), {0: len(ranks)}), frozenset())
+    return load if _is_lean(load) else None
+
+
+def _before_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool) -> tuple[_Load, range]:
+    """What is placed already, and the nodes that are not."""
+    if root_is_resident:
+        return _with_root(tree, ranks, root_is_resident), range(1, len(tree.nodes))
+    return _Load(tree, ranks), range(len(tree.nodes))
+
+
+def _is_lean(load: _Load) -> bool:
+    return _excess(load.tokens.values()) <= SPAN_TOKEN_LIMIT - 1
 
 
 def _deal_spans(tree: Tree, load: _Load, counts: Mapping[int, int]) -> _Load:

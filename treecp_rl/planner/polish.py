@@ -16,7 +16,7 @@ import numpy as np
 from treecp_rl.plan import Kind
 from treecp_rl.planner.batch import lanes_of
 from treecp_rl.planner.forms import Candidate, Floats, RunOptions, pass_fixed_seconds, run_times
-from treecp_rl.planner.lower import lower
+from treecp_rl.planner.lower import lower, weighed_placement
 from treecp_rl.planner.lower_plan import lower_plan, nodes_of
 from treecp_rl.planner.profile import ClusterProfile
 from treecp_rl.planner.schedule_batch import (
@@ -74,6 +74,8 @@ class _Way:
     backward: Floats
     stages: int
     """A bit for each stage with moves."""
+    placement: int | None
+    """So that ranks need not weigh again what was weighed here."""
 
     @property
     def seconds(self) -> float:
@@ -98,7 +100,7 @@ class _Places:
 
     def planned(self, tree: int, place: int) -> PlannedTree:
         way = self.ways[place]
-        return PlannedTree(tree, way.candidate, self.first_ranks[place], way.seconds)
+        return PlannedTree(tree, way.candidate, self.first_ranks[place], way.seconds, placement=way.placement)
 
     def index(self, candidate: Candidate, first_rank: int) -> int:
         """The place of a candidate; 0, which is rank 0 alone, where it is not among the ways."""
@@ -128,7 +130,7 @@ def _polished(
     ways_of = {tree: _ways(tree, plan, profile, options) for tree in set(trees)}
     polish = _Polish([ways_of[tree] for tree in trees], plan.num_ranks, profile, options)
     layouts = [polish.layouts(one) for one in plan.passes]
-    found = [plan]
+    found = [replace(plan, passes=tuple(map(polish.placed, plan.passes)))]
     for number in range(MOST_LOWERED):
         chosen = [of_pass[min(number, len(of_pass) - 1)] for of_pass in layouts]
         found.append(replace(plan, passes=tuple(map(polish.planned, chosen))))
@@ -161,10 +163,12 @@ def _ways(
     ways = []
     for candidate in _candidates(tree, plan.num_ranks, profile.shape.num_kv_heads):
         decision = replace(candidate.decision, weights=plan.weights)
+        decision = replace(decision, placement=weighed_placement(nodes, decision))
         lowered = Pass(lower(nodes, [decision], candidate.degree), nodes)
         forward, backward = rank_seconds(lowered, profile)
         stages = stages_with_moves(lowered.schedule)
-        ways.append(_Way(candidate, times_forward * forward, times_backward * backward, stages))
+        seconds = times_forward * forward, times_backward * backward
+        ways.append(_Way(candidate, *seconds, stages, decision.placement))
     return tuple(ways)
 
 
@@ -204,6 +208,14 @@ class _Polish:
         """A pass whose seconds nobody knows yet."""
         trees = [self._places[tree].planned(tree, place) for tree, place in layout.items()]
         return PlannedPass(tuple(sorted(trees, key=lambda one: (one.first_rank, one.tree))), 0.0)
+
+    def placed(self, one: PlannedPass) -> PlannedPass:
+        """The pass with placements that were weighed for its trees' candidates."""
+        trees = []
+        for planned in one.trees:
+            ways = [way for way in self._ways[planned.tree] if way.candidate == planned.candidate]
+            trees.append(replace(planned, placement=ways[0].placement) if ways else planned)
+        return replace(one, trees=tuple(trees))
 
     def layouts(self, one: PlannedPass) -> list[Layout]:
         """Layouts of a pass that no single tree improves, shortest first: found from the pass as it is, from nothing,

@@ -96,6 +96,8 @@ class PlannedTree:
     """That it adds on each of its ranks; of a tree with passes of its own, all of it."""
     round_of: tuple[int, ...] = ()
     """Split: round of each response."""
+    placement: int | None = None
+    """As in ``plan.Decision``, where schedules were looked at."""
 
     @property
     def ranks(self) -> range:
@@ -145,7 +147,12 @@ class BatchPlan:
 
     def decision(self, planned: PlannedTree) -> Decision:
         """What lowering needs to know of one of its trees."""
-        return replace(planned.candidate.decision, first_rank=planned.first_rank, weights=self.weights)
+        return replace(
+            planned.candidate.decision,
+            first_rank=planned.first_rank,
+            weights=self.weights,
+            placement=planned.placement,
+        )
 
     @property
     def digest(self) -> str:
