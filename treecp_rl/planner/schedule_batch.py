@@ -63,6 +63,8 @@ GOOD_GAP = 0.0065
 """Gap at which the search stops."""
 LEAST_GAIN = 0.002
 """Distance of the best layout from a missed target at which the search stops."""
+LAST_STEP = 0.0005
+"""Below the best layout, where the search looks once more."""
 FIRST_EXCESS = 0.025
 """First target over the least seconds of a pass, less 1, where there is a tree a rank; many trees fill ranks better."""
 EASY_EXCESS = 0.006
@@ -572,6 +574,13 @@ def _by_target(tasks: _Tasks, num_passes: int, fixed: float, degree: int | None)
             break
         num_missed = 0
         ratio = (missed + best_ratio) / 2
+    if num_tries > LEAST_TRIES and best_ratio > 1 + GOOD_GAP:
+        # Bisection ends at a distance from the best; a little below it there may be one more.
+        for limit in TREE_LIMITS[:2]:
+            target = best_ratio * (1 - LAST_STEP) * least / num_passes
+            layout = _lay(tasks, target, limit * target, num_passes, best_ratio * least / num_passes)
+            if layout is not None and sum(layout.pass_seconds) < best_ratio * least:
+                best, best_ratio = layout, sum(layout.pass_seconds) / least
     return best
 
 
