@@ -1,7 +1,11 @@
 """Proves that ranks in processes of their own give back what they return, and end by themselves, with errors named."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +65,48 @@ def test_ranks_that_do_not_finish_are_ended_and_named():
         RankFailure, match=r"ranks \[0, 1\] still ran after 3 s and were ended.*: wait longer$"
     ):
         run_on_ranks(sleep, 2, timeout_seconds=3, advice="wait longer")
+
+
+def name_yourself(rank, world_size, folder):
+    (folder / str(rank)).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+IN_BACKGROUND = """
+import signal, sys
+from pathlib import Path
+from tests.test_ranks import name_yourself
+from treecp_rl.verify.ranks import run_on_ranks
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_on_ranks(name_yourself, 2, Path(sys.argv[1]), timeout_seconds=300)
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in Linux's /proc")
+def test_ranks_end_with_a_parent_that_was_killed_in_the_background(tmp_path):
+    script = tmp_path / "in_background.py"
+    script.write_text(IN_BACKGROUND)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, script, tmp_path], env=environment)
+    deadline = time.monotonic() + 60
+    named = [tmp_path / "0", tmp_path / "1"]
+    while not all(file.exists() and file.read_text() for file in named) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = [int(file.read_text()) for file in named]
+    parent.kill()
+    parent.wait()
+    while any(map(is_running, ranks)) and time.monotonic() < deadline + 10:
+        time.sleep(0.1)
+    left = [pid for pid in ranks if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

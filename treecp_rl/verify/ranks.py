@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -82,6 +83,8 @@ def _rank(
     backend: str,
     folder: Path,
 ) -> None:
+    # Torch has SIGINT sent to a rank whose parent has ended; what a shell runs in its background ignores it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
