@@ -148,3 +148,12 @@ def test_factors_scale_a_polished_plan_and_its_bound():
     slower = plan_for_run(trees, 4, replace(CPU, factors=replace(CPU.factors, fused=2.0)), KEPT)
     assert slower.predicted_seconds == pytest.approx(2 * plan.predicted_seconds)
     assert slower.gap == pytest.approx(plan.gap)
+
+
+def test_a_polished_plan_names_its_placements_and_its_digest_holds_them():
+    plan = plan_for_run([TreeLengths(400, (90, 60, 120))], 4, CPU, KEPT)
+    (planned,) = plan.trees
+    assert planned.candidate.kind == "gather" and planned.placement is not None
+    assert plan.decision(planned).placement == planned.placement
+    unweighed = replace(plan.passes[0], trees=(replace(planned, placement=None),))
+    assert replace(plan, passes=(unweighed,)).digest != plan.digest

@@ -79,6 +79,10 @@ class Tree:
         pairs = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
         return num_tokens * self.token_pairs + pairs
 
+    def works(self) -> list[int]:
+        """Work of each node's own tokens."""
+        return [self.work(depth, _length(node)) for node, depth in zip(self.nodes, self.depths, strict=True)]
+
     def tokens_for(self, room: float, first_position: int) -> int:
         """Most consecutive tokens from ``first_position`` on whose work fits in ``room``."""
         per_token = self.token_pairs + first_position + 0.5
@@ -549,7 +553,7 @@ def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_reside
     """Nodes below the root that are long enough for a zigzag and exceed ``share`` of a rank's work."""
     if len(ranks) == 1:
         return frozenset()
-    works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
+    works = tree.works()
     limit = share * sum(works[1:] if root_is_resident else works) / len(ranks)
     return frozenset(
         index
@@ -560,10 +564,7 @@ def _nodes_to_cut(tree: Tree, ranks: Sequence[int], share: float, root_is_reside
 
 def _subtree_work(tree: Tree, without: frozenset[int]) -> list[int]:
     """Work of each node and its descendants, some left out."""
-    works = [
-        0 if index in without else tree.work(depth, _length(node))
-        for index, (node, depth) in enumerate(zip(tree.nodes, tree.depths, strict=True))
-    ]
+    works = [0 if index in without else work for index, work in enumerate(tree.works())]
     sums = [0, *accumulate(works)]
     return [sums[end] - sums[index] for index, end in enumerate(tree.ends)]
 
@@ -638,7 +639,7 @@ def _place_in_spans(tree: Tree, ranks: Sequence[int], root_is_resident: bool, ex
     """Nodes below the root in as few spans as a rank's share and ``excess`` demand, the root along the room beside
     them."""
     load, nodes = _before_spans(tree, ranks, root_is_resident)
-    works = [tree.work(depth, _length(node)) for node, depth in zip(tree.nodes, tree.depths, strict=True)]
+    works = tree.works()
     limit = (1 + excess) * sum(works[index] for index in nodes) / len(ranks)
     load = _deal_spans(tree, load, {index: ceil(works[index] / limit) for index in range(1, len(works))})
     load = load if root_is_resident else _lay_in_order(tree, load, [0])
@@ -691,8 +692,8 @@ def _span_borders(tree: Tree, index: int, count: int) -> tuple[int, ...]:
 
 def _lay_in_order(tree: Tree, load: _Load, nodes: Sequence[int]) -> _Load:
     """Nodes one after another along the ranks, so that all carry the same in the end, or what they do already."""
-    total = sum(tree.work(tree.depths[index], _length(tree.nodes[index])) for index in nodes)
-    level = _level(list(load.work.values()), total)
+    works = tree.works()
+    level = _level(list(load.work.values()), sum(works[index] for index in nodes))
     open_ranks = [rank for rank, work in load.work.items() if work < level]
     along = iter(open_ranks)
     rank = next(along)

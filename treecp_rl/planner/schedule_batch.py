@@ -161,7 +161,7 @@ class BatchPlan:
         """Eight hex digits that equal plans share."""
         parts = [f"{self.policy} {self.num_ranks} {self.profile}"]
         for one in self.passes:
-            parts += [f"{t.tree} {t.first_rank} {t.candidate} {t.round_of}" for t in one.trees]
+            parts += [f"{t.tree} {t.first_rank} {t.candidate} {t.round_of} {t.placement}" for t in one.trees]
             parts.append("|")
         return sha256("\n".join(parts).encode()).hexdigest()[:8]
 
